@@ -1,0 +1,418 @@
+"""Attention with a choice of kernel: check the call once, choose a backend, run it."""
+
+from __future__ import annotations
+
+import math
+import platform
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from parzen import kernels
+from parzen.backends import BACKENDS, Call, choose, reference
+from parzen.kernels import Kernel, Number, Power, WithinMargin, lower
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Number | None = None,
+    enable_gqa: bool = False,
+    *,
+    kernel: str | Kernel = "gaussian",
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The kernel regression o_i = Σ_j w_ij v_j, with w_ij = φ(c·s_ij − τ_i) / Σ_l φ(c·s_il − τ_i).
+
+    s_ij = scale·(q_i·k_j) + bias_ij. A drop-in for ``torch.nn.functional.scaled_dot_product_attention``
+    (the same layout, defaults and masks) with any kernel of the table; ``kernel="gaussian"`` is softmax.
+
+    Args:
+        query: (…, H, T, E). Leading axes broadcast; two and three axes are read as (T, E), (H, T, E).
+        key: (…, Hk, S, E).
+        value: (…, Hk, S, Ev).
+        attn_mask: broadcastable to (…, H, T, S): bool, True = attend, or floating, added to the scores
+            (−∞ = not allowed) and differentiable; a causal bias of ``torch.nn.attention.bias``
+            (``causal_lower_right`` too); or a flex-attention ``BlockMask`` (made dense). A mask is applied
+            before the threshold. May be given together with ``is_causal`` and ``window``: a key must then
+            pass all of them.
+        dropout_p: probability in [0, 1] of dropping each weight; acts whenever it is > 0.
+        is_causal: query i sees keys j ≤ i (upper-left alignment, as in SDPA).
+        scale: 1/h² > 0, h the bandwidth on unit keys and queries: a float, or a tensor broadcastable to
+            (…, H, T), differentiable: (H, 1) is one bandwidth per head. Default 1/√E.
+        enable_gqa: allow H to be a multiple of Hk; query head h reads key head h // (H/Hk).
+        kernel: a name such as ``"epanechnikov"`` or ``"relumax?margin=2"``, or a ``Kernel``. Its tensor
+            parameters (α, margin) hold one value per head (H,), or broadcast to (…, H, T).
+        window: (left, right): query at position p sees keys p − left … p + right; −1 is no limit.
+            Queries are aligned with the last keys (p = i + S − T) as in flash-attention, or with the
+            first (p = i) where ``is_causal`` or ``causal_upper_left`` says so.
+        alibi_slopes: (H,) or (B, H): adds −slope·|p − j| to the scores, p as for ``window``.
+        backend: "auto", or one of ``parzen.backends.BACKENDS``; see ``explain``.
+
+    Returns:
+        (…, H, T, Ev), in the dtype of the inputs (promoted if they differ; autocast's under autocast).
+        A query that sees no key, or whose neighbourhood is empty, gets 0 and passes no gradient.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or parameters that do not fit; or a backend asked for by
+            name cannot serve the call.
+
+    Source: arXiv 2601.22766, eq. 5 and §3.
+    """
+    call, lead = _call(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, window, alibi_slopes
+    )
+    _, module = choose(call, backend)
+    out = module.run(call)
+    return out if len(lead) == 2 else out.reshape(*lead[:-1], *out.shape[1:]) if lead else out[0]
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """What ``attention`` did: the weights, and each query's neighbourhood.
+
+    Attributes:
+        weights: (…, H, T, S), dense or sparse COO.
+        tau: (…, H, T): the threshold τ in ``t = c·s − τ`` (+∞ where no key is allowed).
+        support: (…, H, T): how many keys have weight.
+        bandwidth: (…, H, T): the radius H of the neighbourhood on unit keys, H² = 2 − 2τ/(c·scale)
+            (Proposition 3.1); ∞ where every key is inside whatever its distance.
+    """
+
+    weights: Tensor
+    tau: Tensor
+    support: Tensor
+    bandwidth: Tensor
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    scale: Number | None = None,
+    enable_gqa: bool = False,
+    *,
+    kernel: str | Kernel = "gaussian",
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    sparse: bool = False,
+) -> AttentionWeights:
+    """The weights that ``attention`` uses, with τ, support size and effective bandwidth of each row.
+
+    Arguments as for ``attention``. With ``sparse`` the weights come as a COO tensor, made from a few rows
+    at a time, so that memory follows the support and not T·S.
+
+    Source: arXiv 2601.22766, Proposition 3.1.
+    """
+    call, lead = _call(
+        query, key, key, attn_mask, 0.0, is_causal, scale, enable_gqa, kernel, window, alibi_slopes
+    )
+    rows = call.q.shape[2]
+    step = max(1, 2**22 // max(1, call.k.shape[2])) if sparse else max(1, rows)
+    parts = [_rows(call, start, min(start + step, rows)) for start in range(0, max(1, rows), step)]
+    dense, theta = zip(*(reference.weights(part) for part in parts), strict=True)
+    support = torch.cat([(w > 0).sum(-1) for w in dense], 2)
+    w = torch.cat([x.to_sparse() for x in dense] if sparse else dense, 2)
+    bound = torch.cat(theta, 2)[..., 0]
+    everywhere = not call.kernel.compact
+    gain = call.kernel.gain
+    gain = reference.along_keys(gain)[..., 0] if isinstance(gain, Tensor) else gain
+    squared = 2 - 2 * bound.detach() / call.scale
+    radius = torch.full_like(bound, torch.inf) if everywhere else squared.clamp_min(0).sqrt()
+    shaped = [
+        x.reshape(*lead[:-1], *x.shape[1:]) if len(lead) != 2 and lead else x if lead else x[0]
+        for x in (w, bound * gain, support, radius)
+    ]
+    return AttentionWeights(*shaped)
+
+
+def weights(
+    scores: Tensor, kernel: str | Kernel = "epanechnikov", dim: int = -1, scale: Number = 1.0
+) -> Tensor:
+    """w = φ(c·scale·scores − τ), normalised along ``dim``: the weight map alone.
+
+    A drop-in for ``torch.softmax`` and for the functions of the ``entmax`` package.
+
+    Args:
+        scores: any shape; −∞ marks entries that may get no weight. On unit vectors: the cosines.
+        kernel: a name or a ``Kernel``; its tensor parameters broadcast to ``scores`` with ``dim`` of size 1.
+        dim: the axis that sums to 1.
+        scale: 1/h² > 0 (the inverse temperature), a float or a tensor like the parameters.
+
+    Returns:
+        Non-negative weights of the shape and dtype of ``scores``; float16 and bfloat16 are computed in
+        float32. A slice with nothing allowed, or an empty neighbourhood, is 0.
+
+    Source: arXiv 2601.22766, §3.
+    """
+    if not scores.is_floating_point():
+        raise TypeError(f"scores must be floating-point, got {scores.dtype}")
+    if scores.ndim == 0:
+        raise ValueError("scores must have at least one axis, got a single number")
+    chosen = kernels.kernel(kernel)
+    _check_scale(scale)
+
+    def last(x: Number) -> Number:
+        if not isinstance(x, Tensor) or x.ndim == 0:
+            return x
+        return x[(None,) * (scores.ndim - x.ndim)].movedim(dim, -1)
+
+    form = lower(chosen, scale)
+    form = replace(form, r=last(form.r), level=last(form.level))
+    s = scores.to(reference.compute_dtype(scores.dtype)).movedim(dim, -1) * last(scale)
+    w, _ = reference.weight_map(s, form)
+    return w.movedim(-1, dim).to(scores.dtype)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend serves a call, and why each of the others does not (or would come later)."""
+
+    backend: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {reason}" for name, reason in self.reasons.items())
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Number | None = None,
+    enable_gqa: bool = False,
+    *,
+    kernel: str | Kernel = "gaussian",
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    backend: str = "auto",
+) -> Explanation:
+    """Which backend ``attention`` would use for this very call, with a sentence for each backend.
+
+    Arguments as for ``attention``. Nothing is computed.
+    """
+    call, _ = _call(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, window, alibi_slopes
+    )
+    chosen, _ = choose(call, backend)
+    reasons = {}
+    for name, module in BACKENDS.items():
+        reason = module.why_not(call)
+        reasons[name] = "serves this call" if name == chosen else reason or f"could, after {chosen}"
+    return Explanation(chosen, reasons)
+
+
+def info() -> dict[str, Any]:
+    """Versions, backends and what was built, as plain data."""
+    from parzen import __version__
+
+    return {
+        "parzen": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.is_available(),
+        "backends": list(BACKENDS),
+    }
+
+
+# ---- the door: everything is checked here, once --------------------------------------------------
+
+
+def _check_scale(scale: Number) -> None:
+    if isinstance(scale, Tensor):
+        if not scale.is_floating_point():
+            raise TypeError(f"scale must be a floating-point tensor, got {scale.dtype}")
+    elif isinstance(scale, bool) or not isinstance(scale, int | float):
+        raise TypeError(f"scale must be a number or a tensor, got {type(scale).__name__}")
+    elif not 0 < scale < math.inf:
+        raise ValueError(f"scale = 1/h² must be finite and > 0, got {scale}")
+
+
+def _per_head(kernel: Kernel) -> Kernel:
+    """One-dimensional tensor parameters (H,) as (H, 1), ready to broadcast to (B, H, T)."""
+
+    def column(part: Any) -> Any:
+        values = {f.name: getattr(part, f.name) for f in fields(part)}
+        rows = {n: v[:, None] for n, v in values.items() if isinstance(v, Tensor) and v.ndim == 1}
+        return replace(part, **rows) if rows else part
+
+    profile, rule = kernel.profile, kernel.rule
+    learnt = (isinstance(profile, Power) and isinstance(profile.r, Tensor)) or (
+        isinstance(rule, WithinMargin) and isinstance(rule.margin, Tensor)
+    )
+    return Kernel(column(profile), column(rule)) if learnt else kernel
+
+
+def _four(x: Tensor, lead: tuple[int, ...], tail: int, name: str) -> Tensor:
+    """x, broadcastable to (*lead, …tail axes), with its leading axes made one; broadcasts stay views."""
+    if x.ndim <= tail or len(lead) == 1:
+        return x[(None,) * (1 + tail - x.ndim)] if x.ndim <= tail else x
+    head = x.shape[:-tail] if tail else x.shape
+    if all(n == 1 for n in head):
+        return x.reshape(1, *x.shape[len(head) :])
+    try:
+        return x.expand(*lead, *x.shape[len(head) :]).reshape(-1, *x.shape[len(head) :])
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} of shape {tuple(x.shape)} does not broadcast to leading axes {lead}"
+        ) from error
+
+
+def _fits(x: Any, shape: tuple[int, ...], name: str, axes: str) -> None:
+    if isinstance(x, Tensor):
+        sizes = zip(reversed(x.shape), reversed(shape), strict=False)
+        if x.ndim > len(shape) or not all(n == 1 or n == m for n, m in sizes):
+            raise ValueError(f"{name} must broadcast to {axes} = {shape}, got {tuple(x.shape)}")
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: Number | None,
+    enable_gqa: bool,
+    kernel: str | Kernel,
+    window: tuple[int, int] | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Call, tuple[int, ...]]:
+    """The call in four dimensions, and the (…, H) axes of the result."""
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if x.ndim < 2:
+            raise ValueError(f"{name} must be (…, H, length, size), got shape {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating-point, got {x.dtype}")
+        if x.device != query.device:
+            raise ValueError(f"query is on {query.device} but {name} on {x.device}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key sizes differ: {query.shape[-1]} and {key.shape[-1]}")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"key and value lengths differ: {key.shape[-2]} and {value.shape[-2]}")
+
+    device = query.device.type
+    dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    batches = [x.shape[:-3] for x in named.values()]
+    try:
+        batch = torch.broadcast_shapes(*batches)
+    except RuntimeError as error:
+        raise ValueError(f"leading axes do not broadcast: {[tuple(b) for b in batches]}") from error
+    heads, key_heads = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key))
+    value_heads = value.shape[-3] if value.ndim > 2 else 1
+    if key_heads != value_heads:
+        raise ValueError(f"key has {key_heads} heads but value {value_heads}")
+    if heads != key_heads and (not enable_gqa or key_heads == 0 or heads % key_heads):
+        if heads == 1 and not enable_gqa:
+            heads = key_heads
+        elif key_heads != 1 or enable_gqa:
+            hint = "must be a multiple" if enable_gqa else "must agree, or pass enable_gqa=True"
+            raise ValueError(f"query has {heads} heads and key {key_heads}: they {hint}")
+
+    def four(x: Tensor, h: int) -> Tensor:
+        x = x.to(dtype)
+        x = x[(None,) * max(0, 3 - x.ndim)]
+        x = x.expand(*batch, h, *x.shape[-2:]) if x.shape[:-2] != (*batch, h) else x
+        return x[None] if not batch else x if len(batch) == 1 else x.flatten(0, len(batch) - 1)
+
+    q, k, v = four(query, heads), four(key, key_heads), four(value, key_heads)
+    rows, columns = q.shape[2], k.shape[2]
+    lead = (*batch, heads) if max(x.ndim for x in named.values()) > 2 else ()
+
+    if not isinstance(dropout_p, int | float) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p must be in [0, 1], got {dropout_p!r}")
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[3]) if q.shape[3] else 1.0
+    _check_scale(scale)
+    batch_or_one = tuple(batch) or (1,)
+
+    def per_row(x: Number, name: str) -> Number:
+        if not isinstance(x, Tensor):
+            return x
+        _fits(x, (*batch_or_one, heads, rows), name, "(…, H, T)")
+        return _four(x, batch_or_one, 2, name)
+
+    scale = per_row(scale, "scale")
+    chosen = _per_head(kernels.kernel(kernel))
+    form = lower(chosen, scale)
+    form = replace(form, r=per_row(form.r, "alpha"), level=per_row(form.level, "margin"))
+
+    mask, bias, causal, lower_right = _masks(attn_mask, is_causal, rows, columns, query.device)
+    full = (*batch_or_one, heads, rows, columns)
+    for x, name in ((mask, "attn_mask"), (bias, "attn_mask")):
+        _fits(x, full, name, "(…, H, T, S)")
+    mask, bias = (None if x is None else _four(x, batch_or_one, 3, "attn_mask") for x in (mask, bias))
+
+    left, right = -1, -1
+    if window is not None:
+        try:
+            left, right = window
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"window must be (left, right), got {window!r}") from error
+        if not all(isinstance(n, int) and n >= -1 for n in (left, right)):
+            raise ValueError(f"window must hold integers ≥ −1 (−1 is no limit), got {window!r}")
+    if causal:
+        right = 0
+    if alibi_slopes is not None:
+        _fits(alibi_slopes, (q.shape[0], heads), "alibi_slopes", "(B, H)")
+        alibi_slopes = alibi_slopes.expand(heads)[None] if alibi_slopes.ndim < 2 else alibi_slopes
+        alibi_slopes = alibi_slopes.expand(-1, heads)
+    diagonal = 0 if causal and not lower_right else columns - rows
+    return (
+        Call(
+            q, k, v, scale, form, chosen, mask, bias, alibi_slopes,
+            diagonal, left, right, float(dropout_p),
+        ),
+        lead,
+    )  # fmt: skip
+
+
+def _masks(
+    attn_mask: Any, is_causal: bool, rows: int, columns: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None, bool, bool]:
+    """(bool mask, additive bias, causal?, lower-right aligned?)."""
+    if attn_mask is None:
+        return None, None, is_causal, False
+    if isinstance(attn_mask, CausalBias):
+        if (attn_mask.seq_len_q, attn_mask.seq_len_kv) != (rows, columns):
+            raise ValueError(
+                f"the causal bias was made for lengths ({attn_mask.seq_len_q}, {attn_mask.seq_len_kv}), "
+                f"the call has ({rows}, {columns})"
+            )
+        lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
+        if is_causal and lower_right and rows != columns:
+            raise ValueError("is_causal is upper-left aligned and attn_mask lower-right: give one of them")
+        return None, None, True, lower_right
+    if hasattr(attn_mask, "mask_mod") and hasattr(attn_mask, "to_dense"):
+        from torch.nn.attention.flex_attention import create_mask
+
+        batch, heads = attn_mask.shape[:2]
+        dense = create_mask(attn_mask.mask_mod, batch, heads, rows, columns, device=device.type)
+        return dense, None, is_causal, False
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask must be a tensor or a causal bias, got {type(attn_mask).__name__}")
+    if attn_mask.dtype == torch.bool:
+        return attn_mask, None, is_causal, False
+    if not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask must be bool or floating-point, got {attn_mask.dtype}")
+    return None, attn_mask, is_causal, False

@@ -1,0 +1,87 @@
+"""The dense Gaussian through ``torch.nn.functional.scaled_dot_product_attention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parzen.backends import Call
+from parzen.backends.reference import per_query_head
+from parzen.kernels import EVERYWHERE
+
+_aten = torch.ops.aten
+_FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
+
+
+def why_not(call: Call) -> str | None:
+    if call.form.rule != EVERYWHERE:
+        return f"scaled_dot_product_attention is the dense Gaussian; {call.kernel} has compact support"
+    if call.slopes is not None:
+        return "scaled_dot_product_attention has no ALiBi without a T×S bias"
+    if call.left >= 0 or call.right > 0:
+        return "scaled_dot_product_attention has no window without a T×S mask"
+    if call.right == 0 and call.diagonal != 0 and not _lower_right(call):
+        return "scaled_dot_product_attention has no lower-right causal alignment without a T×S mask"
+    if call.right == 0 and (call.mask is not None or call.bias is not None):
+        return "scaled_dot_product_attention takes a mask or is_causal, not both"
+    if torch._C._are_functorch_transforms_active():
+        return "scaled_dot_product_attention has neither a vmap rule nor a second derivative"
+    return None
+
+
+def _lower_right(call: Call) -> bool:
+    """A single last query sees every key: causal, lower-right aligned, is no limit."""
+    return call.q.shape[2] == 1 and call.diagonal == call.k.shape[2] - 1
+
+
+class _Flash(torch.autograd.Function):
+    """torch's CPU flash attention, with a second derivative (through the dense reference)."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, mask, ctx.causal, ctx.scale = inputs
+        out, lse = output
+        ctx.mark_non_differentiable(lse)
+        ctx.save_for_backward(q, k, v, mask, out, lse)
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, _: Tensor) -> Any:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # create_graph: differentiate the plain composition instead, to any order.
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                dense = F.scaled_dot_product_attention(
+                    q, k, v, mask, is_causal=ctx.causal, scale=ctx.scale
+                )
+            return *torch.autograd.grad(dense, (q, k, v), do, create_graph=True), None, None, None
+        grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, out, lse, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
+        )
+        return *grads, None, None, None
+
+
+def run(call: Call) -> Tensor:
+    q, k, v, scale = call.q, call.k, call.v, call.scale
+    if isinstance(scale, Tensor):
+        q, scale = (q * scale.unsqueeze(-1)).to(q.dtype), 1.0
+    mask = call.mask
+    if call.bias is not None:
+        bias = call.bias.to(q.dtype)
+        mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
+    causal = call.right == 0 and not _lower_right(call)
+    k, v = (per_query_head(x, q.shape[1]) for x in (k, v))
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and q.device.type == "cpu":
+        if torch._fused_sdp_choice(q, k, v, mask, call.dropout, causal, scale=scale) == _FLASH:
+            return _Flash.apply(q, k, v, mask, causal, scale)[0]
+    return F.scaled_dot_product_attention(q, k, v, mask, call.dropout, causal, scale=scale)

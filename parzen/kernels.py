@@ -1,0 +1,458 @@
+"""The table: what a kernel is, which kernels exist, and how one is spelled.
+
+A kernel is data: a *profile* (how weight falls with distance) and a *support rule* (where the
+neighbourhood ends). With scores ``s_j = scale·(q·k_j) + bias_j`` and ``scale = 1/h²``,
+
+    t_j = c·s_j − τ        w_j = φ(t_j) / Σ_l φ(t_l)        o = Σ_j w_j v_j
+
+The rule chooses the threshold τ and the gain c; off the support φ is 0. A new kernel made of known
+parts is one row of ``KERNELS``; nothing else in the package knows kernels by name.
+
+Source: *Sparse Attention as Compact Kernel Regression* (arXiv 2601.22766), eq. 7–22.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Number: TypeAlias = "float | Tensor"
+
+
+class _Part:
+    """Equality and hash by value; a tensor parameter is compared by identity."""
+
+    def _key(self) -> tuple[object, ...]:
+        values = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
+        return (type(self), *(id(v) if isinstance(v, Tensor) else v for v in values))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Part) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+def _readable(value: Tensor) -> bool:
+    """Whether looking at the values is free: not traced, not mapped, not on another device."""
+    return (
+        value.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(value)
+    )
+
+
+def _check(name: str, value: object, low: float, high: float, domain: str) -> None:
+    """Raise unless ``low ≤ value ≤ high``. A tensor that cannot be read for free is trusted."""
+    if isinstance(value, Tensor):
+        if not value.is_floating_point():
+            raise TypeError(f"{name} must be a floating-point tensor, got {value.dtype}")
+        if _readable(value) and not bool(((value >= low) & (value <= high)).all()):
+            raise ValueError(f"{name} must be {domain}, got values outside it: {value.detach()}")
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
+    elif not low <= value <= high:
+        raise ValueError(f"{name} must be {domain}, got {value!r}")
+
+
+_LEAST, _LARGEST = math.ulp(0.0), 1.7976931348623157e308
+
+
+# ---- profiles ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Exp(_Part):
+    """φ(t) = exp t, the Gaussian: ``exp(−½‖q−k‖²/h²)`` on unit keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class Power(_Part):
+    """φ(t) = [t]₊ʳ: r = 0, 1, 2, 3 are uniform, Epanechnikov, biweight, triweight.
+
+    ``r``: a finite number ≥ 0, or (under unit mass only) a tensor with one exponent per head.
+    """
+
+    r: Number
+
+    def __post_init__(self) -> None:
+        _check("r", self.r, 0, _LARGEST, "a finite number ≥ 0")
+
+
+# ---- support rules -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Everywhere(_Part):
+    """Every allowed key is in the neighbourhood."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnitMass(_Part):
+    """τ solves Σ_j φ(s_j/r − τ) = 1: the entmax family, α = 1 + 1/r."""
+
+
+@dataclass(frozen=True, eq=False)
+class WithinRadius(_Part):
+    """Keys within a fixed distance of the query: cos ≥ 1 − δ²/2.
+
+    ``radius``: δ > 0 (unit vectors are at most 2 apart), or None for the bandwidth h itself. The
+    support may be empty; the output is then 0.
+    """
+
+    radius: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.radius is not None:
+            if isinstance(self.radius, Tensor):
+                raise TypeError("radius must be a number; for one per head use the tensor scale = 1/h²")
+            _check("radius", self.radius, _LEAST, _LARGEST, "a finite number > 0")
+
+
+@dataclass(frozen=True, eq=False)
+class WithinMargin(_Part):
+    """Keys whose score is within ``margin`` of the best one: s_j ≥ max s − b.
+
+    ``margin``: b > 0, a number or a tensor with one margin per head.
+    """
+
+    margin: Number = 1.0
+
+    def __post_init__(self) -> None:
+        _check("margin", self.margin, _LEAST, _LARGEST, "a finite number > 0")
+
+
+@dataclass(frozen=True, eq=False)
+class Nearest(_Part):
+    """The ``k`` ≥ 1 best-scoring keys; ties at the k-th score are all kept."""
+
+    k: int = 16
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, int) or isinstance(self.k, bool):
+            raise TypeError(f"k must be an integer ≥ 1, got {self.k!r}")
+        _check("k", self.k, 1, _LARGEST, "an integer ≥ 1")
+
+
+Profile: TypeAlias = "Exp | Power"
+Rule: TypeAlias = "Everywhere | UnitMass | WithinRadius | WithinMargin | Nearest"
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel(_Part):
+    """A profile and a support rule, checked against the valid cells.
+
+    ==============  =====================================
+    rule            profiles
+    ==============  =====================================
+    Everywhere      Exp
+    UnitMass        Power(r), r ≥ 1
+    WithinRadius    Exp, Power(r)
+    WithinMargin    Exp, Power(r)
+    Nearest         Exp, Power(0)
+    ==============  =====================================
+
+    Raises:
+        ValueError: another combination, or a parameter outside its domain.
+    """
+
+    profile: Profile
+    rule: Rule
+
+    def __post_init__(self) -> None:
+        profile, rule = self.profile, self.rule
+        if not isinstance(profile, Exp | Power):
+            raise TypeError(f"profile must be Exp() or Power(r), got {profile!r}")
+        if not isinstance(rule, Everywhere | UnitMass | WithinRadius | WithinMargin | Nearest):
+            raise TypeError(f"rule must be a support rule of parzen.kernels, got {rule!r}")
+        r = profile.r if isinstance(profile, Power) else None
+        if isinstance(r, Tensor) and not isinstance(rule, UnitMass):
+            raise ValueError("a tensor r needs the UnitMass rule; elsewhere give a number")
+        if isinstance(rule, Everywhere) and r is not None:
+            raise ValueError("Everywhere goes with Exp only: a power has no finite value far away")
+        if isinstance(rule, UnitMass):
+            if r is None:
+                raise ValueError("UnitMass goes with Power(r), r ≥ 1; Exp needs no unit mass")
+            # Below 1 the gradient is unbounded and the threshold equation loses convexity.
+            _check("r", r, 1, _LARGEST, "≥ 1 under UnitMass (α = 1 + 1/r ≤ 2)")
+        if isinstance(rule, Nearest) and r not in (None, 0):
+            raise ValueError(f"Nearest goes with Exp or Power(0), got Power({r!r})")
+
+    @property
+    def compact(self) -> bool:
+        """Whether far keys get a weight of exactly 0."""
+        return not isinstance(self.rule, Everywhere)
+
+    @property
+    def gain(self) -> Number:
+        """c in ``t = c·s − τ``."""
+        if isinstance(self.profile, Power):
+            if isinstance(self.rule, UnitMass):
+                return 1 / self.profile.r
+            if isinstance(self.rule, WithinRadius):
+                return 2.0
+        return 1.0
+
+    def __str__(self) -> str:
+        return spell(self)
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a kernel at its default parameters, and what people call it.
+
+    ``parameters`` are the names that ``kernel(name, …)`` accepts.
+    """
+
+    kernel: Kernel
+    ml_name: str
+    statistical_name: str
+    aliases: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    source: str = ""
+
+
+KERNELS: dict[str, Row] = {
+    "gaussian": Row(
+        Kernel(Exp(), Everywhere()), "softmax", "Gaussian", ("softmax",), source="eq. 6"
+    ),
+    "epanechnikov": Row(
+        Kernel(Power(1), UnitMass()), "sparsemax", "Epanechnikov", ("sparsemax",), source="prop. 3.1"
+    ),
+    "biweight": Row(
+        Kernel(Power(2), UnitMass()), "1.5-entmax", "biweight", ("entmax15",), source="prop. 3.1"
+    ),
+    "triweight": Row(
+        Kernel(Power(3), UnitMass()), "4/3-entmax", "triweight", ("entmax43",), source="prop. 3.1"
+    ),
+    "entmax": Row(
+        Kernel(Power(2), UnitMass()), "α-entmax", "power r = 1/(α−1)", (), ("alpha",), "prop. 3.1"
+    ),
+    "normrelu": Row(
+        Kernel(Power(1), WithinRadius()),
+        "normReLU",
+        "Epanechnikov, fixed bandwidth",
+        (),
+        ("radius",),
+        "eq. 12",
+    ),
+    "relumax": Row(
+        Kernel(Power(1), WithinMargin(1.0)),
+        "ReLUmax",
+        "Epanechnikov, max-anchored",
+        (),
+        ("margin",),
+        "eq. 20–22",
+    ),
+    "knn_uniform": Row(
+        Kernel(Power(0), Nearest(16)), "top-k average", "uniform kNN", ("topk_uniform",), ("k",), "eq. 18"
+    ),
+    "knn_gaussian": Row(
+        Kernel(Exp(), Nearest(16)), "top-k softmax", "Gaussian kNN", ("topk_softmax",), ("k",), "eq. 19"
+    ),
+    "uniform": Row(
+        Kernel(Power(0), WithinRadius()), "—", "uniform, fixed radius", (), ("radius",), "eq. 8"
+    ),
+    "gaussian_truncated": Row(
+        Kernel(Exp(), WithinRadius()), "—", "Gaussian, fixed radius", (), ("radius",), "eq. 7"
+    ),
+}
+
+
+def exponent(alpha: Number) -> Number:
+    """r = 1/(α−1) of α-entmax; for a tensor, NaN outside [1, 2] and finite at α = 1.
+
+    At α = 1 a tensor entry becomes the closest α above 1 that the dtype tells apart, so it keeps its
+    gradient; the weights there are softmax to rounding.
+    """
+    if not isinstance(alpha, Tensor):
+        return 1 / (alpha - 1)
+    excess = alpha - 1
+    tiny = torch.finfo(alpha.dtype).eps / 2
+    excess = torch.where(excess < tiny, excess + tiny, excess)
+    return torch.where((alpha >= 1) & (alpha <= 2), 1 / excess, torch.nan)
+
+
+def _entmax(alpha: Number) -> Kernel:
+    _check("alpha", alpha, 1, 2, "in [1, 2] (1 is softmax, 2 sparsemax)")
+    if isinstance(alpha, Tensor):
+        return Kernel(Power(exponent(alpha)), UnitMass())
+    # Beyond float64 resolution α-entmax is softmax; the exponent would overflow.
+    if alpha - 1 < 2**-52:
+        return Kernel(Exp(), Everywhere())
+    return Kernel(Power(exponent(alpha)), UnitMass())
+
+
+# Free combinations, spelled "power?r=2&margin=1" or "exp?k=8": a profile, and the rule that the
+# parameter's name implies.
+_RULES: dict[str, type] = {"radius": WithinRadius, "margin": WithinMargin, "k": Nearest}
+
+
+def _free(profile: str, parameters: dict[str, Number]) -> Kernel:
+    rest = dict(parameters)
+    shape: Profile = Power(rest.pop("r", 1)) if profile == "power" else Exp()
+    if len(rest) > 1 or any(name not in _RULES for name in rest):
+        allowed = ", ".join((["r"] if profile == "power" else []) + list(_RULES))
+        raise ValueError(
+            f"{profile!r} takes {allowed} (at most one of {', '.join(_RULES)}), got {', '.join(rest)}"
+        )
+    for name, value in rest.items():
+        rule: Rule = _RULES[name]() if value == "h" else _RULES[name](value)
+        return Kernel(shape, rule)
+    return Kernel(shape, UnitMass() if profile == "power" else Everywhere())
+
+
+def _parse(text: str) -> tuple[str, dict[str, Number]]:
+    name, _, query = text.partition("?")
+    parameters: dict[str, Number] = {}
+    for item in query.split("&") if query else []:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r}: expected name?parameter=value&…, got {item!r}")
+        if key in parameters:
+            raise ValueError(f"{text!r}: {key} is given twice")
+        try:
+            parameters[key] = int(value) if value.lstrip("+-").isdigit() else float(value)
+        except ValueError:
+            # "radius=h" in a free combination: the bandwidth itself.
+            if (key, value) != ("radius", "h"):
+                raise ValueError(f"{text!r}: {key} must be a number, got {value!r}") from None
+            parameters[key] = value  # type: ignore[assignment]
+    return name.strip().lower(), parameters
+
+
+def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
+    """The kernel called ``name``, with some of its parameters changed.
+
+    ``kernel("relumax", margin=2.0)`` and ``kernel("relumax?margin=2")`` are the same; the text form is
+    the one spelling used by Python, the command line and configs. Names and aliases are the rows of
+    ``KERNELS``; ``power`` (with ``r``) and ``exp`` combine freely with one of ``radius``, ``margin``,
+    ``k``: ``kernel("power?r=2&margin=1")``.
+
+    Args:
+        name: a name, an alias, ``name?parameter=value&…``, or a ``Kernel`` (returned as it is).
+        **parameters: ``alpha`` in [1, 2] (entmax), ``margin`` > 0 (relumax), ``radius`` > 0 (normrelu,
+            uniform, gaussian_truncated), ``k`` ≥ 1 (knn_*). alpha and margin may be tensors: a
+            one-dimensional tensor holds one value per head.
+
+    Raises:
+        ValueError: unknown name (the known ones are listed), or a parameter outside its domain.
+        TypeError: a parameter of another type.
+    """
+    if isinstance(name, Kernel):
+        if parameters:
+            raise TypeError(f"a Kernel already has its parameters; {', '.join(parameters)} given too")
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"kernel must be a name or a Kernel, got {type(name).__name__}")
+    base, spelled = _parse(name)
+    for key in parameters:
+        if key in spelled:
+            raise ValueError(f"{key} is given twice: in {name!r} and as an argument")
+    given = spelled | parameters
+    if base in ("power", "exp"):
+        return _free(base, given)
+    row = KERNELS.get(base) or next((r for r in KERNELS.values() if base in r.aliases), None)
+    if row is None:
+        known = ", ".join(n for key, r in KERNELS.items() for n in (key, *r.aliases))
+        raise ValueError(f"unknown kernel {base!r}; known: {known}, power, exp")
+    for key in given:
+        if key not in row.parameters:
+            takes = f"takes {', '.join(row.parameters)}" if row.parameters else "takes no parameter"
+            raise ValueError(f"kernel {base!r} {takes}, got {key!r}")
+    if not given:
+        return row.kernel
+    if "alpha" in given:
+        return _entmax(given["alpha"])
+    return replace(row.kernel, rule=replace(row.kernel.rule, **given))
+
+
+def _digits(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"<tensor {tuple(value.shape)}>"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
+def spell(k: Kernel) -> str:
+    """The shortest text that ``kernel`` reads back as ``k`` (tensor parameters show their shape)."""
+    for name, row in KERNELS.items():
+        if row.kernel == k:
+            return name
+    profile, rule = k.profile, k.rule
+    if isinstance(rule, UnitMass) and isinstance(profile, Power):
+        r = profile.r
+        if not isinstance(r, Tensor) and kernel("entmax", alpha=1 + 1 / r) == k:
+            return f"entmax?alpha={_digits(1 + 1 / r)}"
+        return f"power?r={_digits(r)}"
+    values = {f.name: getattr(rule, f.name) for f in fields(rule)}
+    shown = "&".join(f"{key}={'h' if v is None else _digits(v)}" for key, v in values.items())
+    for name, row in KERNELS.items():
+        if row.kernel.profile == profile and type(row.kernel.rule) is type(rule):
+            return f"{name}?{shown}"
+    head = f"power?r={_digits(profile.r)}&" if isinstance(profile, Power) else "exp?"
+    return head + shown
+
+
+# ---- what backends receive -----------------------------------------------------------------------
+
+EXP, POWER = 0, 1
+EVERYWHERE, UNIT_MASS, THRESHOLD, MARGIN, NEAREST = range(5)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kernel lowered to numbers, thresholds in units of the scores.
+
+    With θ the threshold on s (so τ = c·θ), φ acts on ``s − θ``, or on ``(s − θ)/r`` under unit mass; a
+    constant factor inside φ cancels in w. No backend needs to know more:
+
+    ==========  ===========================================  ========================
+    rule        θ                                            support
+    ==========  ===========================================  ========================
+    EVERYWHERE  —                                            every allowed key
+    UNIT_MASS   Σ [(s−θ)/r]₊ʳ = 1                            s > θ
+    THRESHOLD   ``level``                                    s ≥ θ (s > θ if r > 0)
+    MARGIN      max s − ``level``                            s ≥ θ (s > θ if r > 0)
+    NEAREST     k-th largest s (−∞ if fewer)                 s ≥ θ
+    ==========  ===========================================  ========================
+
+    ``r`` and ``level`` are floats or tensors broadcastable to (B, H, T); tensors carry gradients.
+    """
+
+    profile: int
+    rule: int
+    r: Number = 1.0
+    level: Number = 0.0
+    k: int = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether a key exactly at the threshold belongs to the support."""
+        return self.profile == EXP or (not isinstance(self.r, Tensor) and self.r == 0)
+
+
+def lower(k: Kernel, scale: Number) -> Form:
+    """The numbers of kernel ``k`` at ``scale`` = 1/h² (a float or a tensor)."""
+    profile, rule = k.profile, k.rule
+    code = POWER if isinstance(profile, Power) else EXP
+    r = profile.r if isinstance(profile, Power) else 1.0
+    if isinstance(rule, UnitMass):
+        return Form(code, UNIT_MASS, r)
+    if isinstance(rule, WithinRadius):
+        # cos ≥ 1 − δ²/2 times the scale; at δ = h, scale·δ² is 1.
+        level = scale - 0.5 if rule.radius is None else scale * (1 - rule.radius**2 / 2)
+        return Form(code, THRESHOLD, r, level)
+    if isinstance(rule, WithinMargin):
+        return Form(code, MARGIN, r, rule.margin)
+    if isinstance(rule, Nearest):
+        return Form(code, NEAREST, r, k=rule.k)
+    return Form(code, EVERYWHERE, r)
