@@ -1,0 +1,1 @@
+"""Language models whose memories read with any kernel."""
