@@ -40,11 +40,11 @@ def attention(
         query: (…, H, T, E). Leading axes broadcast; two and three axes are read as (T, E), (H, T, E).
         key: (…, Hk, S, E).
         value: (…, Hk, S, Ev).
-        attn_mask: broadcastable to (…, H, T, S): bool, True = attend, or floating, added to the scores
-            (−∞ = not allowed) and differentiable; a causal bias of ``torch.nn.attention.bias``
-            (``causal_lower_right`` too); or a flex-attention ``BlockMask`` (made dense). A mask is applied
-            before the threshold. May be given together with ``is_causal`` and ``window``: a key must then
-            pass all of them.
+        attn_mask: broadcastable to (…, H, T, S): bool, True = attend, or floating, added to the scores and
+            differentiable (−∞ or the dtype's most negative number = not allowed); a causal bias of
+            ``torch.nn.attention.bias`` (``causal_lower_right`` too); or a flex-attention ``BlockMask``
+            (made dense). A mask is applied before the threshold. May be given together with ``is_causal``
+            and ``window``: a key must then pass all of them.
         dropout_p: probability in [0, 1] of dropping each weight; acts whenever it is > 0.
         is_causal: query i sees keys j ≤ i (upper-left alignment, as in SDPA).
         scale: 1/h² > 0, h the bandwidth on unit keys and queries: a float, or a tensor broadcastable to
@@ -72,8 +72,7 @@ def attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, window, alibi_slopes
     )
     _, module = choose(call, backend)
-    out = module.run(call)
-    return out if len(lead) == 2 else out.reshape(*lead[:-1], *out.shape[1:]) if lead else out[0]
+    return _restore(module.run(call), lead)
 
 
 @dataclass(frozen=True)
@@ -120,20 +119,20 @@ def attention_weights(
     rows = call.q.shape[2]
     step = max(1, 2**22 // max(1, call.k.shape[2])) if sparse else max(1, rows)
     parts = [_rows(call, start, min(start + step, rows)) for start in range(0, max(1, rows), step)]
-    dense, theta = zip(*(reference.weights(part) for part in parts), strict=True)
-    support = torch.cat([(w > 0).sum(-1) for w in dense], 2)
-    w = torch.cat([x.to_sparse() for x in dense] if sparse else dense, 2)
-    bound = torch.cat(theta, 2)[..., 0]
-    everywhere = not call.kernel.compact
-    gain = call.kernel.gain
-    gain = reference.along_keys(gain)[..., 0] if isinstance(gain, Tensor) else gain
-    squared = 2 - 2 * bound.detach() / call.scale
-    radius = torch.full_like(bound, torch.inf) if everywhere else squared.clamp_min(0).sqrt()
-    shaped = [
-        x.reshape(*lead[:-1], *x.shape[1:]) if len(lead) != 2 and lead else x if lead else x[0]
-        for x in (w, bound * gain, support, radius)
-    ]
-    return AttentionWeights(*shaped)
+    results = [reference.weights(part) for part in parts]
+    dense = [_restore(w, lead) for w, _ in results]
+    support = torch.cat([(w > 0).sum(-1) for w in dense], -1)
+    # Of θ in score units: τ = c·θ, and t = 0 at the distance H.
+    level = torch.cat([theta for _, theta in results], 2)[..., 0]
+    squared = 2 - 2 * level / call.scale
+    radius = squared.clamp_min(0).sqrt() if call.kernel.compact else torch.full_like(level, torch.inf)
+    gain = call.form.r if call.form.rule == kernels.UNIT_MASS else 1 / call.kernel.gain
+    return AttentionWeights(
+        torch.cat([w.to_sparse() for w in dense] if sparse else dense, -2),
+        _restore(level / gain, lead),
+        support,
+        _restore(radius, lead),
+    )
 
 
 def weights(
@@ -144,7 +143,8 @@ def weights(
     A drop-in for ``torch.softmax`` and for the functions of the ``entmax`` package.
 
     Args:
-        scores: any shape; −∞ marks entries that may get no weight. On unit vectors: the cosines.
+        scores: any shape; −∞, or the dtype's most negative number, marks entries that may get no weight.
+            On unit vectors: the cosines.
         kernel: a name or a ``Kernel``; its tensor parameters broadcast to ``scores`` with ``dim`` of size 1.
         dim: the axis that sums to 1.
         scale: 1/h² > 0 (the inverse temperature), a float or a tensor like the parameters.
@@ -169,7 +169,7 @@ def weights(
 
     form = lower(chosen, scale)
     form = replace(form, r=last(form.r), level=last(form.level))
-    s = scores.to(reference.compute_dtype(scores.dtype)).movedim(dim, -1) * last(scale)
+    s = _forbid(scores).to(reference.compute_dtype(scores.dtype)).movedim(dim, -1) * last(scale)
     w, _ = reference.weight_map(s, form)
     return w.movedim(-1, dim).to(scores.dtype)
 
@@ -228,6 +228,30 @@ def info() -> dict[str, Any]:
         "cuda": torch.cuda.is_available(),
         "backends": list(BACKENDS),
     }
+
+
+def _restore(x: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """(B, H, …) with the leading axes that the caller gave."""
+    return x if x.shape[:2] == lead else x.reshape(*lead, *x.shape[2:])
+
+
+def _rows(call: Call, start: int, stop: int) -> Call:
+    """The same call for the queries start … stop only."""
+
+    def cut(x: Any, axis: int) -> Any:
+        shared = not isinstance(x, Tensor) or x.ndim < -axis or x.shape[axis] == 1
+        return x if shared else x.narrow(axis, start, stop - start)
+
+    form = replace(call.form, r=cut(call.form.r, -1), level=cut(call.form.level, -1))
+    return replace(
+        call,
+        q=call.q[:, :, start:stop],
+        scale=cut(call.scale, -1),
+        form=form,
+        mask=cut(call.mask, -2),
+        bias=cut(call.bias, -2),
+        diagonal=call.diagonal + start,
+    )
 
 
 # ---- the door: everything is checked here, once --------------------------------------------------
@@ -359,9 +383,10 @@ def _call(
 
     mask, bias, causal, lower_right = _masks(attn_mask, is_causal, rows, columns, query.device)
     full = (*batch_or_one, heads, rows, columns)
-    for x, name in ((mask, "attn_mask"), (bias, "attn_mask")):
-        _fits(x, full, name, "(…, H, T, S)")
-    mask, bias = (None if x is None else _four(x, batch_or_one, 3, "attn_mask") for x in (mask, bias))
+    for dense in (mask, bias):
+        _fits(dense, full, "attn_mask", "(…, H, T, S)")
+    mask = None if mask is None else _four(mask, batch_or_one, 3, "attn_mask")
+    bias = None if bias is None else _four(bias, batch_or_one, 3, "attn_mask")
 
     left, right = -1, -1
     if window is not None:
@@ -415,4 +440,9 @@ def _masks(
         return attn_mask, None, is_causal, False
     if not attn_mask.is_floating_point():
         raise TypeError(f"attn_mask must be bool or floating-point, got {attn_mask.dtype}")
-    return None, attn_mask, is_causal, False
+    return None, _forbid(attn_mask), is_causal, False
+
+
+def _forbid(scores: Tensor) -> Tensor:
+    """The dtype's most negative finite number is what many callers write for −∞: read it so."""
+    return torch.where(scores <= torch.finfo(scores.dtype).min, -torch.inf, scores)

@@ -14,8 +14,8 @@ Source: *Sparse Attention as Compact Kernel Regression* (arXiv 2601.22766), eq. 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import TypeAlias
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -219,51 +219,21 @@ class Row:
     source: str = ""
 
 
+# fmt: off
 KERNELS: dict[str, Row] = {
-    "gaussian": Row(
-        Kernel(Exp(), Everywhere()), "softmax", "Gaussian", ("softmax",), source="eq. 6"
-    ),
-    "epanechnikov": Row(
-        Kernel(Power(1), UnitMass()), "sparsemax", "Epanechnikov", ("sparsemax",), source="prop. 3.1"
-    ),
-    "biweight": Row(
-        Kernel(Power(2), UnitMass()), "1.5-entmax", "biweight", ("entmax15",), source="prop. 3.1"
-    ),
-    "triweight": Row(
-        Kernel(Power(3), UnitMass()), "4/3-entmax", "triweight", ("entmax43",), source="prop. 3.1"
-    ),
-    "entmax": Row(
-        Kernel(Power(2), UnitMass()), "α-entmax", "power r = 1/(α−1)", (), ("alpha",), "prop. 3.1"
-    ),
-    "normrelu": Row(
-        Kernel(Power(1), WithinRadius()),
-        "normReLU",
-        "Epanechnikov, fixed bandwidth",
-        (),
-        ("radius",),
-        "eq. 12",
-    ),
-    "relumax": Row(
-        Kernel(Power(1), WithinMargin(1.0)),
-        "ReLUmax",
-        "Epanechnikov, max-anchored",
-        (),
-        ("margin",),
-        "eq. 20–22",
-    ),
-    "knn_uniform": Row(
-        Kernel(Power(0), Nearest(16)), "top-k average", "uniform kNN", ("topk_uniform",), ("k",), "eq. 18"
-    ),
-    "knn_gaussian": Row(
-        Kernel(Exp(), Nearest(16)), "top-k softmax", "Gaussian kNN", ("topk_softmax",), ("k",), "eq. 19"
-    ),
-    "uniform": Row(
-        Kernel(Power(0), WithinRadius()), "—", "uniform, fixed radius", (), ("radius",), "eq. 8"
-    ),
-    "gaussian_truncated": Row(
-        Kernel(Exp(), WithinRadius()), "—", "Gaussian, fixed radius", (), ("radius",), "eq. 7"
-    ),
+    "gaussian": Row(Kernel(Exp(), Everywhere()), "softmax", "Gaussian", ("softmax",), (), "eq. 6"),
+    "epanechnikov": Row(Kernel(Power(1), UnitMass()), "sparsemax", "Epanechnikov", ("sparsemax",), (), "prop. 3.1"),
+    "biweight": Row(Kernel(Power(2), UnitMass()), "1.5-entmax", "biweight", ("entmax15",), (), "prop. 3.1"),
+    "triweight": Row(Kernel(Power(3), UnitMass()), "4/3-entmax", "triweight", ("entmax43",), (), "prop. 3.1"),
+    "entmax": Row(Kernel(Power(2), UnitMass()), "α-entmax", "power, r = 1/(α−1)", (), ("alpha",), "prop. 3.1"),
+    "normrelu": Row(Kernel(Power(1), WithinRadius()), "normReLU", "Epanechnikov, fixed radius", (), ("radius",), "eq. 12"),
+    "relumax": Row(Kernel(Power(1), WithinMargin(1.0)), "ReLUmax", "Epanechnikov, max-anchored", (), ("margin",), "eq. 20–22"),
+    "knn_uniform": Row(Kernel(Power(0), Nearest(16)), "top-k average", "uniform kNN", ("topk_uniform",), ("k",), "eq. 18"),
+    "knn_gaussian": Row(Kernel(Exp(), Nearest(16)), "top-k softmax", "Gaussian kNN", ("topk_softmax",), ("k",), "eq. 19"),
+    "uniform": Row(Kernel(Power(0), WithinRadius()), "—", "uniform, fixed radius", (), ("radius",), "eq. 8"),
+    "gaussian_truncated": Row(Kernel(Exp(), WithinRadius()), "—", "Gaussian, fixed radius", (), ("radius",), "eq. 7"),
 }
+# fmt: on
 
 
 def exponent(alpha: Number) -> Number:
@@ -371,7 +341,8 @@ def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
         return row.kernel
     if "alpha" in given:
         return _entmax(given["alpha"])
-    return replace(row.kernel, rule=replace(row.kernel.rule, **given))
+    rule: Any = type(row.kernel.rule)
+    return Kernel(row.kernel.profile, rule(**given))
 
 
 def _digits(value: object) -> str:

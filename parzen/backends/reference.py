@@ -84,9 +84,6 @@ def _sigma(z: Tensor, r: Number) -> Tensor:
 
 def _map(s: Tensor, r: Number, level: Number, form: Form) -> tuple[Tensor, Tensor, Tensor]:
     """Weights, κ and θ of rows ``s`` (−∞ = not allowed); κ = r/‖t‖_r gives φ'/Σφ = κ·w^{(r−1)/r}."""
-    if s.shape[-1] == 0:
-        none = s.new_zeros((*s.shape[:-1], 1))
-        return torch.zeros_like(s), none, none + torch.inf
     best = s.amax(-1, keepdim=True)
     nothing = best == -torch.inf
     best = torch.where(nothing, 0, best)
@@ -119,8 +116,10 @@ def _theta(s: Tensor, best: Tensor, level: Number, form: Form) -> Tensor:
         return best - level
     if form.rule == THRESHOLD:
         return level + torch.zeros_like(best)
-    if form.rule == NEAREST and s.shape[-1] >= form.k:
-        return torch.topk(s, form.k, dim=-1).values[..., -1:]
+    if form.rule == NEAREST:
+        kth = torch.topk(s, torch.sym_min(form.k, s.shape[-1]), dim=-1).values[..., -1:]
+        few = (s > -torch.inf).sum(-1, keepdim=True) < form.k
+        return torch.where(few, -torch.inf, kth)
     return torch.full_like(best, -torch.inf)
 
 
@@ -224,6 +223,8 @@ def weight_map(s: Tensor, form: Form) -> tuple[Tensor, Tensor]:
 
     ``form.r`` and ``form.level`` broadcast to ``s`` with its last axis reduced to 1.
     """
+    if s.shape[-1] == 0:
+        return s, s.new_full((*s.shape[:-1], 1), torch.inf)
     r, level = (x.to(s.dtype) if isinstance(x, Tensor) else x for x in (form.r, form.level))
     static = replace(form, r=1.0 if isinstance(r, Tensor) else r, level=0.0)
     # An exported graph is in plain operators: no autograd.Function in it.
@@ -263,7 +264,7 @@ def scores(call: Call) -> Tensor:
     """s (B, H, T, S), −∞ where a key is not allowed; float32, or float64 for float64 inputs."""
     dtype = compute_dtype(call.q.dtype)
     q = call.q.to(dtype)
-    k, spoilt = _sound(per_query_head(call.k, q.shape[1]).to(dtype))
+    k, spoilt = _sound(per_query_head(call.k.to(dtype), q.shape[1]))
     scale = along_keys(call.scale)
     s = (q @ k.mT) * (scale.to(dtype) if isinstance(scale, Tensor) else scale)
     s = torch.where(spoilt[:, :, None, :], torch.nan, s)
@@ -293,12 +294,14 @@ def weights(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def why_not(call: Call) -> str | None:
+    """None: the definition serves every call."""
     return None
 
 
 def run(call: Call) -> Tensor:
+    """o = w·v (B, H, T, Ev), in the dtype of v."""
     w, _ = weights(call)
-    v, spoilt = _sound(per_query_head(call.v, w.shape[1]).to(w.dtype))
+    v, spoilt = _sound(per_query_head(call.v.to(w.dtype), w.shape[1]))
     touched = ((w > 0).to(w.dtype) @ spoilt.to(w.dtype).unsqueeze(-1)) > 0
     if call.dropout > 0:
         w = F.dropout(w, call.dropout)

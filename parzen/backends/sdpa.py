@@ -17,6 +17,7 @@ _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
 
 
 def why_not(call: Call) -> str | None:
+    """A sentence for everything but the dense Gaussian in the forms that torch takes."""
     if call.form.rule != EVERYWHERE:
         return f"scaled_dot_product_attention is the dense Gaussian; {call.kernel} has compact support"
     if call.slopes is not None:
@@ -27,6 +28,8 @@ def why_not(call: Call) -> str | None:
         return "scaled_dot_product_attention has no lower-right causal alignment without a T×S mask"
     if call.right == 0 and (call.mask is not None or call.bias is not None):
         return "scaled_dot_product_attention takes a mask or is_causal, not both"
+    if 0 in (*call.q.shape, *call.k.shape, *call.v.shape):
+        return "scaled_dot_product_attention fails on axes of length 0"
     if torch._C._are_functorch_transforms_active():
         return "scaled_dot_product_attention has neither a vmap rule nor a second derivative"
     return None
@@ -61,9 +64,7 @@ class _Flash(torch.autograd.Function):
         if torch.is_grad_enabled():
             # create_graph: differentiate the plain composition instead, to any order.
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-                dense = F.scaled_dot_product_attention(
-                    q, k, v, mask, is_causal=ctx.causal, scale=ctx.scale
-                )
+                dense = F.scaled_dot_product_attention(q, k, v, mask, is_causal=ctx.causal, scale=ctx.scale)
             return *torch.autograd.grad(dense, (q, k, v), do, create_graph=True), None, None, None
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, out, lse, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
@@ -72,6 +73,7 @@ class _Flash(torch.autograd.Function):
 
 
 def run(call: Call) -> Tensor:
+    """Softmax attention (B, H, T, Ev)."""
     q, k, v, scale = call.q, call.k, call.v, call.scale
     if isinstance(scale, Tensor):
         q, scale = (q * scale.unsqueeze(-1)).to(q.dtype), 1.0
