@@ -24,6 +24,7 @@ class Block(nn.Module):
         self.memory = memory
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) → (B, T, D)."""
         x = x + self.mixer(self.mixer_norm(x))
         return x + self.memory(self.memory_norm(x))
 
@@ -42,6 +43,7 @@ class Backbone(nn.Module):
         self.logit_scale = logit_scale
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) → (B, T, V)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)

@@ -91,7 +91,7 @@ class KeyExtractor(nn.Module):
 class ValueExtractor(nn.Module):
     """What to predict at each position but the last: a mix of this position and the next one.
 
-    v_t = e^{10·gain_h} · unit(c_h u_t + (1−c_h) u_{t+1}),  u = W x:  (B, T, D) → (B, H, T−1, E).
+    v_t = e^{10·gain_h} · unit(c_h u_t + (1−c_h) u_{t+1}),    u = W x
     """
 
     def __init__(self, config: MosaicConfig) -> None:
@@ -102,6 +102,7 @@ class ValueExtractor(nn.Module):
         self.gain = _gain(config.heads)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) → values of positions 0 … T−2, (B, H, T−1, E)."""
         u = _split(self.project(x), self.heads)
         c = self.mix[:, None, None]
         return F.normalize(c * u[:, :, :-1] + (1 - c) * u[:, :, 1:], dim=-1) * _factor(self.gain)
@@ -127,6 +128,7 @@ class ContextualMemory(nn.Module):
         return k[:, :, 1:], k[:, :, :-1], self.keys.scale()
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) → (B, T, D)."""
         query, key, scale = self.read(x)
         p = self.dropout.p if self.training else 0.0
         y = attention(
@@ -153,6 +155,7 @@ class PersistentMemory(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) → (B, T, D)."""
         batch = len(x)
         # The pairs are the same for every sequence, so the batch is one long row of queries.
         query = self.keys(x).transpose(0, 1).flatten(1, 2)[None]

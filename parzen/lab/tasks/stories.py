@@ -15,13 +15,12 @@ import json
 import lzma
 import os
 import re
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -29,22 +28,29 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from parzen.lab.errors import UserError
+from parzen.lab.files import write_whole
 from parzen.lab.tasks.tales import tales
 
 END = "<|endoftext|>"
 IGNORED = -100
 
+Say: TypeAlias = Callable[[str], None]
+
+
+def silent(line: str) -> None:
+    """Says nothing."""
+
+
 MIB = 1 << 20
 LONGEST_LINE = 16 * MIB
 # Read no more than this many bytes of text (after decompression).
-MOST_TEXT = 16 * MIB
-GENERATED = 8 * MIB
+MOST_TEXT = 8 * MIB
 
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_stories(path: Path, most: int = MOST_TEXT) -> list[str]:
-    """The stories in a file, in order; reading stops after ``most`` bytes of text.
+def read_stories(path: Path, most: int = MOST_TEXT, say: Say = silent) -> list[str]:
+    """The stories in a file, in order; reading stops (and ``say`` is told) after ``most`` bytes of text.
 
     Understood, by content: JSON lines (one JSON string a line, or objects with ``text`` or ``story``);
     plain text with ``<|endoftext|>`` or else blank lines between stories; either as .xz or .gz.
@@ -52,7 +58,7 @@ def read_stories(path: Path, most: int = MOST_TEXT) -> list[str]:
     Raises:
         UserError: missing, unreadable, empty, binary, not UTF-8, a bad JSON line, or damaged compression.
     """
-    lines = _lines(path, most)
+    lines = _lines(path, most, say)
     first = next(((number, line) for number, line in lines if line.strip()), None)
     if first is None:
         raise UserError(f"{path} is empty; give a file with stories, or none for the built-in ones")
@@ -67,7 +73,7 @@ def read_stories(path: Path, most: int = MOST_TEXT) -> list[str]:
     return [s for s in cleaned if s]
 
 
-def _lines(path: Path, most: int) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, most: int, say: Say) -> Iterator[tuple[int, str]]:
     """Numbered lines, "\\n" at their ends, decompressed as they are read."""
     try:
         with open(path, "rb") as raw:
@@ -75,19 +81,20 @@ def _lines(path: Path, most: int) -> Iterator[tuple[int, str]]:
                 seen = 0
                 for number in itertools.count(1):
                     line = stream.readline(LONGEST_LINE + 1)
-                    if not line or seen >= most:
+                    if not line:
+                        return
+                    if seen >= most:
+                        say(f"{path.name}: only the first {most / MIB:.3g} MiB are used")
                         return
                     seen += len(line)
                     yield number, _decode(path, number, line)
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, MemoryError) as error:
-        raise UserError(
-            f"{path} is damaged or cut short ({error}); compress or download it again"
-        ) from error
+        raise UserError(f"{path} is damaged or cut short ({error}); compress or download it again") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; check --data and --valid") from error
 
 
-def _decompressed(raw: io.BufferedReader) -> IO[bytes]:
+def _decompressed(raw: io.BufferedReader) -> io.BufferedIOBase:
     magic = raw.peek(6)[:6]
     if magic.startswith(b"\xfd7zXZ"):
         return lzma.open(raw)
@@ -122,17 +129,17 @@ def _json_story(path: Path, number: int, line: str) -> str:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}, line {number}: not JSON ({error}); expected one JSON string a line") from error
+        raise UserError(
+            f"{path}, line {number}: not JSON ({error}); expected one JSON string a line"
+        ) from error
     if isinstance(value, dict):
         value = value.get("text", value.get("story"))
     if not isinstance(value, str):
-        raise UserError(
-            f'{path}, line {number}: expected a JSON string, or an object with "text" or "story"'
-        )
+        raise UserError(f'{path}, line {number}: expected a JSON string, or an object with "text" or "story"')
     return value
 
 
-def generated_stories(seed: int, most: int = GENERATED) -> list[str]:
+def generated_stories(seed: int, most: int = MOST_TEXT) -> list[str]:
     """Built-in stories from ``seed`` on, ``most`` bytes of them."""
     stories: list[str] = []
     size = 0
@@ -178,22 +185,9 @@ def train_tokenizer(stories: list[str], vocab: int = 2048) -> Tokenizer:
     )
     tokenizer.train_from_iterator(stories, trainer)
     if cached:
-        with suppress(OSError):
-            _write_whole(cached, tokenizer.to_str())
+        with suppress(UserError):
+            write_whole(cached, tokenizer.to_str().encode())
     return tokenizer
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Writes beside ``path`` and renames, so that nobody reads half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
 
 
 def encode(tokenizer: Tokenizer, stories: list[str]) -> np.ndarray:
@@ -224,6 +218,7 @@ class Stories:
 
     @property
     def vocab(self) -> int:
+        """How many different tokens there are."""
         return self.tokenizer.get_vocab_size()
 
     def batches(self, batch: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -251,8 +246,8 @@ def load_stories(
     vocab: int = 2048,
     context: int = 128,
     seed: int = 0,
-    most: int | None = None,
-    say: Callable[[str], None] = lambda line: None,
+    most: int = MOST_TEXT,
+    say: Say = silent,
 ) -> Stories:
     """Reads or generates stories, splits them, trains the tokeniser on the training part, encodes.
 
@@ -260,7 +255,7 @@ def load_stories(
         data: a file that ``read_stories`` understands, or None for the built-in generator.
         valid: validation stories; None holds out the last 6 % of the stories.
         context: training needs at least ``context`` + 1 tokens.
-        most: bytes of text to read or generate; None is 16 MiB of a file, 8 MiB generated.
+        most: bytes of text to read (of each file) or to generate.
         say: told what is being done.
 
     Raises:
@@ -268,12 +263,12 @@ def load_stories(
     """
     if data is None:
         source = f"built-in stories, seed {seed}"
-        stories = generated_stories(seed, most or GENERATED)
+        stories = generated_stories(seed, most)
     else:
         source = data.name
-        stories = read_stories(data, most or MOST_TEXT)
+        stories = read_stories(data, most, say)
     if valid is not None:
-        held_out = read_stories(valid, most or MOST_TEXT)
+        held_out = read_stories(valid, most, say)
     else:
         kept = min(len(stories) - 1, round(0.94 * len(stories)))
         if kept < 1:

@@ -286,7 +286,8 @@ class _World:
             return ""
         x, y = self.random.choice(pairs)
         a, b = x.holder, y.holder
-        assert a is not None and b is not None
+        assert a is not None
+        assert b is not None
         met = self._meet(a, b)
         x.holder, y.holder = b, a
         return (

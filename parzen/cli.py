@@ -1,0 +1,187 @@
+"""The command ``parzen``: thin; each subcommand reads its arguments and calls one function."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+import parzen
+from parzen.kernels import KERNELS, Exp, kernel
+from parzen.lab.console import show_table
+from parzen.lab.errors import UserError
+
+Run = Callable[[argparse.Namespace], int]
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ``UserError`` where argparse would print and leave."""
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``parzen`` with ``argv`` and returns the exit status: 2 for a mistake, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show ₊ gets a question mark, not a crash.
+            stream.reconfigure(errors="replace")
+    try:
+        arguments = parser().parse_args(argv)
+        run: Run = arguments.run
+        status = run(arguments)
+        sys.stdout.flush()
+        return status
+    except UserError as error:
+        message = str(error)
+    except ModuleNotFoundError as error:
+        if (error.name or "parzen").partition(".")[0] == "parzen":
+            raise
+        message = f"{error.name} is not installed; run: pip install 'parzen[lab]'"
+    except OSError as error:
+        # What stdout still holds cannot be written; keep Python from trying again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 0
+        message = f"cannot write the output: {error.strerror or error}"
+    except KeyboardInterrupt:
+        print("parzen: interrupted", file=sys.stderr)
+        return 130
+    print(f"parzen: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; a new subcommand is one more ``_add_…``."""
+    top = Parser(prog="parzen", description="Sparse attention as compact kernel regression.")
+    top.add_argument("--version", action="version", version=f"parzen {parzen.__version__}")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (_add_kernels, _add_demo, _add_info):
+        add(commands)
+    return top
+
+
+Commands = argparse._SubParsersAction  # argparse gives the type no public name
+
+
+def _command(commands: Commands[Parser], name: str, run: Run, about: str) -> Parser:
+    command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+    command.set_defaults(run=run)
+    return command
+
+
+SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+
+def _add_kernels(commands: Commands[Parser]) -> None:
+    command = _command(commands, "kernels", _kernels, "print the table of kernels, or draw it")
+    command.add_argument("--figure", metavar="FILE", help="draw the kernels into FILE (.png or .svg)")
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    if arguments.figure:
+        figures = import_module("parzen.lab.figures")
+        files = import_module("parzen.lab.files")
+        form = figures.file_format(arguments.figure)
+        files.write_whole(Path(arguments.figure), figures.kernels_figure(form))
+        print(f"saved {arguments.figure}")
+        return 0
+    headers = ("name", "aliases", "statistical name", "ML name", "profile", "rule", "parameters", "source")
+    rows = []
+    for name, row in KERNELS.items():
+        profile, rule = row.kernel.profile, row.kernel.rule
+        shape = "exp t" if isinstance(profile, Exp) else f"[t]₊{str(profile.r).translate(SUPERSCRIPT)}"
+        rows.append(
+            (
+                name,
+                ", ".join(row.aliases),
+                row.statistical_name,
+                row.ml_name,
+                shape,
+                type(rule).__name__,
+                ", ".join(row.parameters),
+                row.source,
+            )
+        )
+    show_table(headers, rows)
+    return 0
+
+
+# ---- demo ----------------------------------------------------------------------------------------
+
+
+def _add_demo(commands: Commands[Parser]) -> None:
+    command = _command(
+        commands, "demo", _demo, "train a small Memory Mosaic with several kernels on the same stories"
+    )
+    command.add_argument("--data", type=Path, metavar="FILE", help="stories: JSON lines or text, .xz/.gz too")
+    command.add_argument("--valid", type=Path, metavar="FILE", help="validation stories (default: last 6 %%)")
+    command.add_argument("--to", type=Path, metavar="DIR", help="where results go (default: runs/demo)")
+    command.add_argument("--kernels", type=_kernel_names, metavar="A,B", help="default: four of the table")
+    command.add_argument("--minutes", type=_positive, help="about how long, in all (default: 4)")
+    command.add_argument("--steps", type=_count, help="training steps per kernel, instead of --minutes")
+    command.add_argument("--seed", type=int, help="of weights, batches and built-in stories (default: 0)")
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    demo = import_module("parzen.lab.demo")
+    options = {name: value for name, value in vars(arguments).items() if name != "run" and value is not None}
+    return int(demo.run(demo.DemoConfig(**options)))
+
+
+# ---- info ----------------------------------------------------------------------------------------
+
+
+def _add_info(commands: Commands[Parser]) -> None:
+    _command(commands, "info", _info, "print versions, backends and what was built")
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    for name, value in parzen.info().items():
+        print(f"{name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+    return 0
+
+
+# ---- arguments -----------------------------------------------------------------------------------
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+    return value
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number ≥ 1, got {text!r}")
+    return int(text)
+
+
+def _kernel_names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        try:
+            kernel(name)
+        except (ValueError, TypeError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"a kernel is named twice in {text!r}")
+    return names
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
