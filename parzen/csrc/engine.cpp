@@ -1,0 +1,889 @@
+// Attention forward and backward for one instruction set. docs: math.md §3 and §4.
+//
+// Forward, per tile of ROWS queries: scores block by block, candidates above a rising cut kept in
+// lists, thresholds solved on the lists, values combined on the support. Backward: once over the
+// queries (dq and the row gradients), once over the keys (dk, dv), each on the support only. A tile
+// whose support is dense is recomputed block by block with matrix products instead. Both ways add in
+// ascending key or query order, so the split of work over threads never changes a bit.
+#include <stdlib.h>
+
+#include "engine.h"
+#include "matmul.h"
+#include "support.h"
+
+namespace parzen {
+namespace {
+
+constexpr int ROWS = 48;
+static_assert(ROWS % MR == 0 && BLOCK % NR<float> == 0 && BLOCK % NR<double> == 0, "tiles of whole groups");
+// Above these shares of the allowed keys a tile is dense: forward value product, and backward.
+constexpr double DENSE_VALUES = 0.35, DENSE_BACKWARD = 0.4;
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t tiles_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+// ---- threads -------------------------------------------------------------------------------------
+
+// Workers take items in turn; which worker takes which item has no influence on any result.
+struct Job {
+  void (*item)(const void* job, int64_t number, char* scratch);
+  const void* data;
+  int64_t items, scratch;
+  int64_t next = 0;
+  int32_t failed = 0;
+};
+
+void work(int64_t begin, int64_t end, void* context) {
+  Job& job = *(Job*)context;
+  if (begin >= end) return;
+  char* scratch = nullptr;
+  for (int64_t i; (i = __atomic_fetch_add(&job.next, 1, __ATOMIC_RELAXED)) < job.items;) {
+    if (!scratch && !(scratch = (char*)aligned_alloc(64, (job.scratch + 127) / 64 * 64))) {
+      __atomic_store_n(&job.failed, 1, __ATOMIC_RELAXED);
+      return;
+    }
+    job.item(job.data, i, scratch);
+  }
+  free(scratch);
+}
+
+int32_t run(const Args& A, Job job) {
+  const int64_t workers = smaller(A.threads, job.items);
+  if (A.parallel_for && workers > 1) {
+    if (A.parallel_for(0, workers, 1, work, &job)) return 1;
+  } else {
+    work(0, 1, &job);
+  }
+  return job.failed;
+}
+
+// Hands out 64-byte aligned pieces; with no base it only measures.
+struct Pieces {
+  char* base;
+  int64_t used = 0;
+  template <class T>
+  T* take(int64_t n) {
+    T* p = (T*)(base + used);
+    used += (n * (int64_t)sizeof(T) + 63) / 64 * 64;
+    return p;
+  }
+};
+
+// ---- geometry ------------------------------------------------------------------------------------
+
+template <class T>
+struct Problem {
+  const Args& A;
+  const T *key_panels = nullptr, *value_panels = nullptr;  // per (b, hk): blocks of packed keys
+  int64_t list_stride = 0;                                 // one row's list, with room for a vector more
+  int64_t* used = nullptr;                                 // next free entry of index/score
+  T *list_p = nullptr, *list_ds = nullptr;                 // backward: per support entry,
+  T *mu = nullptr, *tie = nullptr;                         // and per row
+
+  INLINE int64_t queries(int64_t b) const { return A.first_q ? A.first_q[b + 1] - A.first_q[b] : A.T; }
+  INLINE int64_t keys(int64_t b) const { return A.first_k ? A.first_k[b + 1] - A.first_k[b] : A.S; }
+  INLINE int64_t row(int64_t b, int64_t h, int64_t i) const {
+    return A.first_q ? h * A.rows + A.first_q[b] + i : (b * A.H + h) * A.T + i;
+  }
+  INLINE T* at_query(const View& x, int64_t b, int64_t h, int64_t i) const {
+    return (T*)x.p + b * x.b + h * x.h + (A.first_q ? A.first_q[b] + i : i) * x.i;
+  }
+  INLINE T* at_key(const View& x, int64_t b, int64_t hk, int64_t j) const {
+    return (T*)x.p + b * x.b + hk * x.h + (A.first_k ? A.first_k[b] + j : j) * x.i;
+  }
+  INLINE int64_t blocks_per_head() const {
+    return A.first_k ? A.first_k[A.B] / BLOCK + A.B : A.B * tiles_of(A.S, BLOCK);
+  }
+  INLINE int64_t first_block(int64_t b, int64_t hk) const {
+    return hk * blocks_per_head() + (A.first_k ? A.first_k[b] / BLOCK + b : b * tiles_of(A.S, BLOCK));
+  }
+  INLINE T scale(int64_t b, int64_t h, int64_t i) const {
+    return A.scale_at.p ? *at_query(A.scale_at, b, h, i) : (T)A.scale;
+  }
+  INLINE T exponent(int64_t b, int64_t h, int64_t i) const {
+    return A.r_at.p ? *at_query(A.r_at, b, h, i) : (T)A.r;
+  }
+  INLINE T slope(int64_t b, int64_t h) const {
+    return A.slopes.p ? ((T*)A.slopes.p)[b * A.slopes.b + h * A.slopes.h] : 0;
+  }
+  INLINE int64_t distance(int64_t i, int64_t j) const {
+    const int64_t d = i + A.diagonal - j;
+    return d < 0 ? -d : d;
+  }
+};
+
+// ---- one tile of queries -------------------------------------------------------------------------
+
+template <class T>
+struct Tile {
+  int64_t b, h, hk, i0, n;   // queries [i0, i0 + n)
+  int64_t lo[ROWS], hi[ROWS];  // allowed keys of each, before the mask
+  int64_t first, last;       // blocks of keys to visit: [first, last)
+  int64_t span;              // Σ (hi − lo)
+  T scale[ROWS];
+  int64_t row0, number;
+};
+
+template <class T>
+Tile<T> tile_at(const Problem<T>& P, int64_t b, int64_t h, int64_t t) {
+  const Args& A = P.A;
+  Tile<T> tile = {};
+  tile.b = b, tile.h = h, tile.hk = h / (A.H / A.Hk), tile.i0 = t * ROWS;
+  tile.n = larger(0, smaller(ROWS, P.queries(b) - tile.i0));
+  const int64_t S = P.keys(b);
+  int64_t lo = S, hi = 0;
+  for (int64_t i = 0; i < tile.n; i++) {
+    const int64_t centre = tile.i0 + i + A.diagonal;
+    tile.lo[i] = A.left < 0 ? 0 : smaller(S, larger(0, centre - A.left));
+    tile.hi[i] = A.right < 0 ? S : larger(tile.lo[i], smaller(S, centre + A.right + 1));
+    if (tile.hi[i] > tile.lo[i]) lo = smaller(lo, tile.lo[i]), hi = larger(hi, tile.hi[i]);
+    tile.span += tile.hi[i] - tile.lo[i];
+    tile.scale[i] = P.scale(b, h, tile.i0 + i);
+  }
+  tile.first = lo / BLOCK, tile.last = larger(lo / BLOCK, tiles_of(hi, BLOCK));
+  tile.row0 = P.row(b, h, tile.i0);
+  tile.number = (b * A.H + h) * tiles_of(A.T, ROWS) + t;
+  return tile;
+}
+
+// Scores of rows [g, g + MR) against one block of keys, −∞ where not allowed. False if no row of the
+// group may look at the block.
+template <class T>
+__attribute__((noinline)) bool score_block(const Problem<T>& P, const Tile<T>& tile, int64_t g, int64_t block, const T* queries, T* s,
+                        int64_t ld) {
+  const Args& A = P.A;
+  const int64_t j0 = block * BLOCK, rows = smaller(MR, tile.n - g);
+  bool any = false;
+  for (int64_t i = g; i < g + rows; i++) any |= tile.lo[i] < j0 + BLOCK && tile.hi[i] > j0;
+  if (!any) return false;
+  scores(queries + g * A.E, P.key_panels + (P.first_block(tile.b, tile.hk) + block) * BLOCK * A.E, A.E, s, ld);
+  for (int64_t i = 0; i < rows; i++) {
+    T* x = s + i * ld;
+    const int64_t query = tile.i0 + g + i;
+    const int64_t lo = larger(0, tile.lo[g + i] - j0), hi = larger(lo, smaller(BLOCK, tile.hi[g + i] - j0));
+    if (A.bias.p) {
+      const T* y = P.at_query(A.bias, tile.b, tile.h, query) + j0 * A.bias.j;
+      for (int64_t j = lo; j < hi; j++) x[j] += y[j * A.bias.j];
+    }
+    if (A.slopes.p) {
+      const T slope = P.slope(tile.b, tile.h);
+      for (int64_t j = lo; j < hi; j++) x[j] -= slope * (T)P.distance(query, j0 + j);
+    }
+    if (A.mask.p) {
+      const uint8_t* y = (const uint8_t*)A.mask.p + tile.b * A.mask.b + tile.h * A.mask.h +
+                         (A.first_q ? A.first_q[tile.b] + query : query) * A.mask.i + j0 * A.mask.j;
+      if (A.mask.j == 1)
+        for (int64_t j = lo; j < hi; j++) x[j] = y[j] ? x[j] : -(T)INFINITY;
+      else
+        for (int64_t j = lo; j < hi; j++) x[j] = y[j * A.mask.j] ? x[j] : -(T)INFINITY;
+    }
+    for (int64_t j = 0; j < lo; j++) x[j] = -(T)INFINITY;
+    for (int64_t j = hi; j < BLOCK; j++) x[j] = -(T)INFINITY;
+  }
+  return true;
+}
+
+// Dropout keeps a weight by a hash of (seed, row, key), so that backward repeats it.
+struct Dropout {
+  uint64_t seed;
+  uint32_t limit;
+  double factor;
+  explicit Dropout(const Args& A)
+      : seed(A.seed ? (uint64_t)*A.seed : 0), limit((uint32_t)((1 - A.dropout) * 4294967295.0)),
+        factor(A.dropout < 1 ? 1 / (1 - A.dropout) : 0) {}
+  uint32_t row(int64_t row) const {
+    uint64_t x = seed + 0x9e3779b97f4a7c15ull * (uint64_t)(row + 1);
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return (uint32_t)(x ^ (x >> 31));
+  }
+  template <class T>
+  INLINE T keep(uint32_t row, uint32_t key) const {
+    uint32_t x = row ^ (key * 0x9e3779b9u);
+    x = (x ^ (x >> 16)) * 0x7feb352du;
+    x = (x ^ (x >> 15)) * 0x846ca68bu;
+    return (x ^ (x >> 16)) < limit ? (T)factor : T(0);
+  }
+};
+
+template <class T>
+struct PackJob {
+  const Problem<T>& P;
+  const View& x;
+  int64_t width, chunks;
+  T* out;
+};
+constexpr int64_t PACK_BLOCKS = 16;
+
+template <class T>
+void pack_item(const void* data, int64_t number, char*) {
+  const PackJob<T>& job = *(const PackJob<T>*)data;
+  const Problem<T>& P = job.P;
+  const int64_t chunk = number % job.chunks, hk = number / job.chunks % P.A.Hk, b = number / job.chunks / P.A.Hk;
+  const int64_t j0 = chunk * PACK_BLOCKS * BLOCK, n = smaller(PACK_BLOCKS * BLOCK, P.keys(b) - j0);
+  if (n > 0)
+    pack_panels(P.at_key(job.x, b, hk, j0), job.x.i, n, job.width,
+                job.out + (P.first_block(b, hk) * BLOCK + j0) * job.width);
+}
+
+template <class T>
+int32_t pack_keys(const Problem<T>& P, const View& x, int64_t width, T* out) {
+  PackJob<T> job = {P, x, width, tiles_of(P.A.S, PACK_BLOCKS * BLOCK), out};
+  return run(P.A, {pack_item<T>, &job, P.A.B * P.A.Hk * job.chunks, 0});
+}
+
+// ---- forward -------------------------------------------------------------------------------------
+
+template <class T>
+struct ForwardScratch {
+  T *queries, *s, *out, *weights, *score;
+  int32_t* index;
+  Row<T>* row;
+  ForwardScratch(Pieces& pieces, const Args& A, int64_t list_stride) {
+    queries = pieces.take<T>(ROWS * A.E);
+    s = pieces.take<T>(MR * BLOCK);
+    out = pieces.take<T>(ROWS * A.D);
+    weights = pieces.take<T>(ROWS * BLOCK);
+    row = pieces.take<Row<T>>(ROWS);
+    score = pieces.take<T>(ROWS * list_stride);
+    index = pieces.take<int32_t>(ROWS * list_stride);
+  }
+};
+
+template <Kind K, class T>
+INLINE void scan(const Args& A, Row<T>& row, const T* s, int64_t j0) {
+  constexpr int N = BLOCK / LANES<T>;
+  V<T> x[N], cut = splat(row.cut);
+  uint32_t any = 0;
+#pragma GCC unroll 16
+  for (int v = 0; v < N; v++) {
+    x[v] = load(s + v * LANES<T>);
+    any |= above<T>(x[v], cut);
+  }
+  if (!any) return;
+  V<T> top = x[0];
+#pragma GCC unroll 16
+  for (int v = 1; v < N; v++) top = maximum<T>(top, x[v]);
+  const T m = largest<T>(top);
+  if (m > row.m) best<K, T>(A, row, m);
+  cut = splat(row.cut);
+#pragma GCC unroll 16
+  for (int v = 0; v < N; v++) {
+    const uint32_t bits = above<T>(x[v], cut);
+    if (bits) row.n = append<T>(x[v], (int32_t)(j0 + v * LANES<T>), bits, row.score, row.index, row.n);
+  }
+  if (row.n >= row.trigger) tighten<K, T>(A, row);
+}
+
+template <Kind K, class T>
+void forward_item(const void* data, int64_t number, char* memory) {
+  const Problem<T>& P = *(const Problem<T>*)data;
+  const Args& A = P.A;
+  Pieces pieces = {memory};
+  ForwardScratch<T> scratch(pieces, A, P.list_stride);
+  const int64_t tiles = tiles_of(A.T, ROWS), head = number / tiles;
+  // The last tiles first: under a causal mask they are the longest.
+  const Tile<T> tile = tile_at(P, head / A.H, head % A.H, tiles - 1 - number % tiles);
+  if (tile.n == 0) return;
+
+  pack_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
+  for (int64_t i = 0; i < tile.n; i++) {
+    Row<T>& row = scratch.row[i];
+    row.r = P.exponent(tile.b, tile.h, tile.i0 + i);
+    row.level = A.level_at.p ? *P.at_query(A.level_at, tile.b, tile.h, tile.i0 + i) : (T)A.level;
+    row.score = scratch.score + i * P.list_stride;
+    row.index = scratch.index + i * P.list_stride;
+    start<K, T>(A, row);
+  }
+  for (int64_t block = tile.first; block < tile.last; block++)
+    for (int64_t g = 0; g < tile.n; g += MR)
+      if (score_block(P, tile, g, block, scratch.queries, scratch.s, BLOCK))
+        for (int64_t i = g; i < smaller(g + MR, tile.n); i++)
+          scan<K, T>(A, scratch.row[i], scratch.s + (i - g) * BLOCK, block * BLOCK);
+
+  Stats<T> stats[ROWS];
+  int64_t total = 0;
+  for (int64_t i = 0; i < tile.n; i++) {
+    stats[i] = finish<K, T>(A, scratch.row[i]);
+    total += scratch.row[i].n;
+  }
+  if (A.stats) {
+    const bool sparse = total <= DENSE_BACKWARD * tile.span && total <= A.per_row * tile.n;
+    int64_t offset = sparse ? __atomic_fetch_add(P.used, total, __ATOMIC_RELAXED) : -1;
+    A.where[tile.number] = offset;
+    for (int64_t i = 0; i < tile.n; i++) {
+      const Row<T>& row = scratch.row[i];
+      ((Stats<T>*)A.stats)[tile.row0 + i] = stats[i];
+      A.count[tile.row0 + i] = (int32_t)row.n;
+      if (!sparse) continue;
+      memcpy((T*)A.score + offset, row.score, row.n * sizeof(T));
+      memcpy(A.index + offset, row.index, row.n * sizeof(int32_t));
+      offset += row.n;
+    }
+  }
+  const Dropout dropout(A);
+  for (int64_t i = 0; i < tile.n; i++) {
+    Row<T>& row = scratch.row[i];
+    const Shape<K, T> shape(stats[i], row.r);
+    pad(row.score, row.index, row.n);
+    for (int64_t l = 0; l < row.n; l += LANES<T>) store(row.score + l, shape.weight(load(row.score + l)));
+    if (A.dropout > 0) {
+      const uint32_t key = dropout.row(tile.row0 + i);
+      for (int64_t l = 0; l < row.n; l++) row.score[l] *= dropout.keep<T>(key, row.index[l]);
+    }
+  }
+  memset(scratch.out, 0, tile.n * A.D * sizeof(T));
+  const T* values = P.at_key(A.v, tile.b, tile.hk, 0);
+  if (total <= DENSE_VALUES * tile.span) {
+    for (int64_t i = 0; i < tile.n; i++) {
+      const Row<T>& row = scratch.row[i];
+      combine(scratch.out + i * A.D, row.score, row.index, row.n, values, A.v.i, A.D);
+    }
+  } else {
+    int64_t at[ROWS] = {};
+    for (int64_t block = tile.first; block < tile.last; block++) {
+      const int64_t j0 = block * BLOCK, width = smaller(BLOCK, P.keys(tile.b) - j0);
+      for (int64_t i = 0; i < tile.n; i++) {
+        const Row<T>& row = scratch.row[i];
+        T* w = scratch.weights + i * BLOCK;
+        int64_t& l = at[i];
+        // A run of keys without gaps is a plain copy.
+        if (l + BLOCK <= row.n && row.index[l + BLOCK - 1] == j0 + BLOCK - 1) {
+          memcpy(w, row.score + l, BLOCK * sizeof(T));
+          l += BLOCK;
+          continue;
+        }
+        memset(w, 0, BLOCK * sizeof(T));
+        for (; l < row.n && row.index[l] < j0 + BLOCK; l++) w[row.index[l] - j0] = row.score[l];
+      }
+      gemm(scratch.out, A.D, scratch.weights, BLOCK, 1, values + j0 * A.v.i, A.v.i, tile.n, A.D, width);
+    }
+  }
+  for (int64_t i = 0; i < tile.n; i++)
+    memcpy(P.at_query(A.o, tile.b, tile.h, tile.i0 + i), scratch.out + i * A.D, A.D * sizeof(T));
+}
+
+template <class T>
+T* allocate(int64_t n) {
+  return (T*)aligned_alloc(64, (n * (int64_t)sizeof(T) + 127) / 64 * 64);
+}
+
+// Odd multiples of a cache line, so that the rows of a tile do not fight for the same sets.
+INLINE int64_t list_stride_of(int64_t S) { return tiles_of(S, BLOCK) * BLOCK + BLOCK + 16; }
+
+template <Kind K, class T>
+int32_t forward_kind(const Args& A) {
+  Problem<T> P = {A};
+  P.list_stride = list_stride_of(A.S);
+  T* panels = allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
+  if (!panels) return 1;
+  int64_t used = 0;
+  P.key_panels = panels, P.used = &used;
+  Pieces pieces = {nullptr};
+  ForwardScratch<T> measure(pieces, A, P.list_stride);
+  int32_t failed = pack_keys(P, A.k, A.E, panels);
+  if (!failed) failed = run(A, {forward_item<K, T>, &P, A.B * A.H * tiles_of(A.T, ROWS), pieces.used});
+  free(panels);
+  return failed;
+}
+
+// ---- backward, over the queries ------------------------------------------------------------------
+
+template <class T>
+struct QueryScratch {
+  T *queries, *douts, *s, *p, *a, *dw, *strip_s, *dq;
+  QueryScratch(Pieces& pieces, const Args& A, int64_t stride) {
+    queries = pieces.take<T>(ROWS * A.E);
+    douts = pieces.take<T>(ROWS * A.D);
+    s = pieces.take<T>(MR * BLOCK);
+    p = pieces.take<T>(MR * BLOCK);
+    dq = pieces.take<T>(ROWS * A.E);
+    a = pieces.take<T>(ROWS * stride);
+    dw = pieces.take<T>(ROWS * stride);
+    strip_s = pieces.take<T>(ROWS * stride);
+  }
+};
+
+// What the mean μ and the gradient of r sum over the support of a row.
+template <class T>
+struct Sums {
+  V<T> u = {}, u_dw = {}, g = {}, g_dw = {};
+  T mu(bool unit_mass) const { return unit_mass ? (sum<T>(u) != 0 ? sum<T>(u_dw) / sum<T>(u) : sum<T>(u_dw) * 0) : sum<T>(u_dw); }
+};
+
+template <class T>
+INLINE void finish_row(const Problem<T>& P, const Tile<T>& tile, int64_t i, const Sums<T>& sums, T mu, T total) {
+  const Args& A = P.A;
+  const int64_t row = tile.row0 + i;
+  P.mu[row] = mu;
+  if (A.dr) ((T*)A.dr)[row] = sum<T>(sums.g_dw) - mu * sum<T>(sums.g);
+  if (A.dlevel) ((T*)A.dlevel)[row] = A.rule == MARGIN ? total : -total;
+}
+
+// dq from its unscaled sum; the scale gets q·that.
+template <class T>
+INLINE void finish_query(const Problem<T>& P, const Tile<T>& tile, int64_t i, T* dq) {
+  const Args& A = P.A;
+  if (A.dscale) {
+    const T* q = P.at_query(A.q, tile.b, tile.h, tile.i0 + i);
+    V<T> dot = {};
+    for (int64_t e = 0; e < A.E; e += LANES<T>) dot += load(q + e) * load(dq + e);
+    ((T*)A.dscale)[tile.row0 + i] = sum<T>(dot);
+  }
+  T* out = P.at_query(A.dq, tile.b, tile.h, tile.i0 + i);
+  for (int64_t e = 0; e < A.E; e++) out[e] = dq[e] * tile.scale[i];
+}
+
+template <class T>
+INLINE T* bias_row(const Problem<T>& P, const Tile<T>& tile, int64_t i) {
+  return P.at_query(P.A.dbias, tile.b, tile.h, tile.i0 + i);
+}
+
+template <Kind K, class T>
+void queries_sparse(const Problem<T>& P, const Tile<T>& tile, QueryScratch<T>& scratch) {
+  const Args& A = P.A;
+  const Dropout dropout(A);
+  const bool unit_mass = A.rule == UNIT_MASS;
+  int64_t offset = A.where[tile.number];
+  for (int64_t i = 0; i < tile.n; i++) {
+    const int64_t row = tile.row0 + i, n = A.count[row];
+    const int32_t* index = A.index + offset;
+    T *s = scratch.strip_s, *a = scratch.a, *dw = scratch.dw, *p = P.list_p + offset, *ds = P.list_ds + offset;
+    offset += n;
+    const Stats<T>& stats = ((const Stats<T>*)A.stats)[row];
+    const Shape<K, T> shape(stats, P.exponent(tile.b, tile.h, tile.i0 + i));
+    memcpy(s, (const T*)A.score + (p - P.list_p), n * sizeof(T));
+    store(s + n, splat<T>(-INFINITY));
+    dots(dw, P.at_query(A.dout, tile.b, tile.h, tile.i0 + i), index, n, P.at_key(A.v, tile.b, tile.hk, 0), A.v.i, A.D);
+    const uint32_t key = dropout.row(row);
+    if (A.dropout > 0)
+      for (int64_t l = 0; l < n; l++) dw[l] *= dropout.keep<T>(key, index[l]);
+    store(dw + n, V<T>{});
+    Sums<T> sums;
+    T* weight = scratch.a + P.list_stride;  // the strips of other rows are free here
+    for (int64_t l = 0; l < n; l += LANES<T>) {
+      V<T> x = load(s + l), y = load(dw + l), pv, av;
+      shape.weights(x, pv, av);
+      // A row of NaN is NaN as a whole; the padding after the list is not part of it.
+      V<T> u = unit_mass ? av : pv;
+      if (n - l < LANES<T>) {
+        alignas(64) T lane[LANES<T>];
+        for (int64_t t = 0; t < LANES<T>; t++) lane[t] = t < n - l ? 1 : 0;
+        I<T> in = load(lane) > 0;
+        u = select<T>(in, u, V<T>{});
+        pv = select<T>(in, pv, V<T>{});
+      }
+      store(weight + l, pv);
+      store(a + l, av);
+      sums.u += u;
+      sums.u_dw += u * y;
+      if (A.dr) {
+        V<T> g = shape.exponent_factor(x, pv);
+        sums.g += g;
+        sums.g_dw += g * y;
+      }
+    }
+    const T mu = sums.mu(unit_mass);
+    V<T> total = {};
+    for (int64_t l = 0; l < n; l += LANES<T>) {
+      V<T> d = load(a + l) * (load(dw + l) - mu);
+      store(dw + l, d);
+      if (n - l >= LANES<T>) total += d;
+      else
+        for (int64_t t = 0; t < n - l; t++) total[t] += d[t];
+    }
+    T all = sum<T>(total);
+    finish_row(P, tile, i, sums, mu, all);
+    if (A.rule == MARGIN) {
+      int64_t ties = 0;
+      for (int64_t l = 0; l < n; l++) ties += s[l] == stats.m;
+      const T tie = ties ? -all / ties : 0;
+      for (int64_t l = 0; l < n; l++) dw[l] += s[l] == stats.m ? tie : 0;
+      P.tie[row] = tie;
+    }
+    for (int64_t l = 0; l < n; l++) {
+      p[l] = A.dropout > 0 ? weight[l] * dropout.keep<T>(key, index[l]) : weight[l];
+      ds[l] = dw[l];
+    }
+    if (A.dslopes) {
+      T slope = 0;
+      for (int64_t l = 0; l < n; l++) slope -= ds[l] * (T)P.distance(tile.i0 + i, index[l]);
+      ((T*)A.dslopes)[row] = slope;
+    }
+    if (A.dbias.p) {
+      T* out = bias_row(P, tile, i);
+      for (int64_t l = 0; l < n; l++) out[index[l] * A.dbias.j] += ds[l];
+    }
+    T* dq = scratch.dq;
+    memset(dq, 0, A.E * sizeof(T));
+    combine(dq, ds, index, n, P.at_key(A.k, tile.b, tile.hk, 0), A.k.i, A.E);
+    finish_query(P, tile, i, dq);
+  }
+}
+
+template <Kind K, class T>
+void queries_dense(const Problem<T>& P, const Tile<T>& tile, QueryScratch<T>& scratch) {
+  const Args& A = P.A;
+  const Dropout dropout(A);
+  const bool unit_mass = A.rule == UNIT_MASS;
+  const int64_t ld = P.list_stride, base = tile.first * BLOCK, width = (tile.last - tile.first) * BLOCK;
+  pack_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
+  pack_rows(P.at_query(A.dout, tile.b, tile.h, tile.i0), A.dout.i, tile.n, A.D, (const T*)nullptr, scratch.douts);
+  Sums<T> sums[ROWS];
+  for (int64_t block = tile.first; block < tile.last; block++) {
+    const int64_t column = block * BLOCK - base;
+    for (int64_t g = 0; g < tile.n; g += MR) {
+      if (!score_block(P, tile, g, block, scratch.queries, scratch.s, BLOCK)) {
+        for (int64_t i = g; i < smaller(g + MR, tile.n); i++) {
+          memset(scratch.a + i * ld + column, 0, BLOCK * sizeof(T));
+          memset(scratch.dw + i * ld + column, 0, BLOCK * sizeof(T));
+          for (int64_t j = 0; j < BLOCK; j++) scratch.strip_s[i * ld + column + j] = -INFINITY;
+        }
+        continue;
+      }
+      scores(scratch.douts + g * A.D, P.value_panels + (P.first_block(tile.b, tile.hk) + block) * BLOCK * A.D, A.D,
+             scratch.p, BLOCK);
+      for (int64_t i = g; i < smaller(g + MR, tile.n); i++) {
+        const int64_t row = tile.row0 + i;
+        const Shape<K, T> shape(((const Stats<T>*)A.stats)[row], P.exponent(tile.b, tile.h, tile.i0 + i));
+        T* dw = scratch.p + (i - g) * BLOCK;
+        if (A.dropout > 0) {
+          const uint32_t key = dropout.row(row);
+          for (int64_t j = 0; j < BLOCK; j++) dw[j] *= dropout.keep<T>(key, (uint32_t)(block * BLOCK + j));
+        }
+        for (int64_t j = 0; j < BLOCK; j += LANES<T>) {
+          V<T> x = load(scratch.s + (i - g) * BLOCK + j), p, a;
+          I<T> inside = shape.weights(x, p, a);
+          V<T> y = select<T>(inside, load(dw + j), V<T>{}), u = unit_mass ? a : p;
+          sums[i].u += u;
+          sums[i].u_dw += u * y;
+          if (A.dr) {
+            V<T> factor = shape.exponent_factor(x, p);
+            sums[i].g += factor;
+            sums[i].g_dw += factor * y;
+          }
+          store(scratch.a + i * ld + column + j, a);
+          store(scratch.dw + i * ld + column + j, y);
+          if (A.rule == MARGIN) store(scratch.strip_s + i * ld + column + j, x);
+        }
+      }
+    }
+  }
+  for (int64_t i = 0; i < tile.n; i++) {
+    T *a = scratch.a + i * ld, *dw = scratch.dw + i * ld, *s = scratch.strip_s + i * ld;
+    const int64_t row = tile.row0 + i;
+    const T mu = sums[i].mu(unit_mass);
+    V<T> total = {};
+    for (int64_t j = 0; j < width; j += LANES<T>) {
+      V<T> d = load(a + j) * (load(dw + j) - mu);
+      store(a + j, d);
+      total += d;
+    }
+    const T all = sum<T>(total);
+    finish_row(P, tile, i, sums[i], mu, all);
+    if (A.rule == MARGIN) {
+      const T m = ((const Stats<T>*)A.stats)[row].m;
+      int64_t ties = 0;
+      for (int64_t j = 0; j < width; j++) ties += s[j] == m;
+      const T tie = ties ? -all / ties : 0;
+      for (int64_t j = 0; j < width; j++) a[j] += s[j] == m ? tie : 0;
+      P.tie[row] = tie;
+    }
+    const int64_t n = smaller(width, P.keys(tile.b) - base);
+    if (A.dslopes) {
+      T slope = 0;
+      for (int64_t j = 0; j < n; j++) slope -= a[j] * (T)P.distance(tile.i0 + i, base + j);
+      ((T*)A.dslopes)[row] = slope;
+    }
+    if (A.dbias.p) {
+      T* out = bias_row(P, tile, i) + base * A.dbias.j;
+      for (int64_t j = 0; j < n; j++) out[j * A.dbias.j] += a[j];
+    }
+  }
+  memset(scratch.dq, 0, tile.n * A.E * sizeof(T));
+  for (int64_t block = tile.first; block < tile.last; block++) {
+    const int64_t j0 = block * BLOCK;
+    gemm(scratch.dq, A.E, scratch.a + (j0 - base), ld, 1, P.at_key(A.k, tile.b, tile.hk, j0), A.k.i, tile.n, A.E,
+         smaller(BLOCK, P.keys(tile.b) - j0));
+  }
+  for (int64_t i = 0; i < tile.n; i++) finish_query(P, tile, i, scratch.dq + i * A.E);
+}
+
+// Tiles that add to the same element of the bias gradient form one item, visited in order.
+template <class T>
+struct Groups {
+  int64_t b, h, t;        // items along each axis
+  int64_t bs, hs, ts;     // tiles inside an item along each axis
+  explicit Groups(const Args& A) {
+    const int64_t tiles = tiles_of(A.T, ROWS);
+    const bool bias = A.dbias.p;
+    bs = bias && A.dbias_B == 1 ? A.B : 1, hs = bias && A.dbias_H == 1 ? A.H : 1;
+    ts = bias && A.dbias_T == 1 ? tiles : 1;
+    b = A.B / larger(bs, 1), h = A.H / larger(hs, 1), t = tiles / larger(ts, 1);
+  }
+};
+
+template <Kind K, class T>
+void queries_item(const void* data, int64_t number, char* memory) {
+  const Problem<T>& P = *(const Problem<T>*)data;
+  Pieces pieces = {memory};
+  QueryScratch<T> scratch(pieces, P.A, P.list_stride);
+  const Groups<T> groups(P.A);
+  const int64_t t = groups.t - 1 - number % groups.t, h = number / groups.t % groups.h, b = number / groups.t / groups.h;
+  for (int64_t bb = b * groups.bs; bb < (b + 1) * groups.bs; bb++)
+    for (int64_t hh = h * groups.hs; hh < (h + 1) * groups.hs; hh++)
+      for (int64_t tt = t * groups.ts; tt < (t + 1) * groups.ts; tt++) {
+        const Tile<T> tile = tile_at(P, bb, hh, tt);
+        if (tile.n == 0) continue;
+        if (P.A.where[tile.number] >= 0) queries_sparse<K, T>(P, tile, scratch);
+        else queries_dense<K, T>(P, tile, scratch);
+      }
+}
+
+// ---- backward, over the keys ---------------------------------------------------------------------
+
+template <class T>
+struct KeyScratch {
+  T *queries, *douts, *scaled, *p, *ds;
+  KeyScratch(Pieces& pieces, const Args& A) {
+    queries = pieces.take<T>(ROWS * A.E);
+    douts = pieces.take<T>(ROWS * A.D);
+    scaled = pieces.take<T>(ROWS * A.E);
+    p = pieces.take<T>(ROWS * BLOCK);
+    ds = pieces.take<T>(ROWS * BLOCK);
+  }
+};
+
+template <class T>
+void scale_queries(const Problem<T>& P, const Tile<T>& tile, T* out) {
+  for (int64_t i = 0; i < tile.n; i++) {
+    const T* q = P.at_query(P.A.q, tile.b, tile.h, tile.i0 + i);
+    for (int64_t e = 0; e < P.A.E; e++) out[i * P.A.E + e] = q[e] * tile.scale[i];
+  }
+}
+
+template <class T>
+INLINE int64_t lower_bound(const int32_t* index, int64_t n, int64_t key) {
+  int64_t lo = 0;
+  while (n > 0) {
+    const int64_t half = n / 2;
+    if (index[lo + half] < key) lo += half + 1, n -= half + 1;
+    else n = half;
+  }
+  return lo;
+}
+
+// x[index[l]] += w[l]·y
+template <class T, int N>
+INLINE void scatter_columns(T* x, int64_t ld, const T* w, const int32_t* index, int64_t n, const T* y) {
+  V<T> v[N];
+#pragma GCC unroll 16
+  for (int c = 0; c < N; c++) v[c] = load(y + c * LANES<T>);
+  for (int64_t l = 0; l < n; l++) {
+    if (l + AHEAD < n) fetch(x + index[l + AHEAD] * ld, N * BYTES);
+    T* row = x + index[l] * ld;
+    const V<T> f = splat(w[l]);
+#pragma GCC unroll 16
+    for (int c = 0; c < N; c++) store<T>(row + c * LANES<T>, load(row + c * LANES<T>) + f * v[c]);
+  }
+}
+template <class T>
+void scatter(T* x, int64_t ld, const T* w, const int32_t* index, int64_t n, const T* y, int64_t D) {
+  constexpr int W = REGISTER_VECTORS;
+  int64_t d = 0;
+  for (; d + W * LANES<T> <= D; d += W * LANES<T>) scatter_columns<T, W>(x + d, ld, w, index, n, y + d);
+  for (; d < D; d += LANES<T>) scatter_columns<T, 1>(x + d, ld, w, index, n, y + d);
+}
+
+template <class T>
+void keys_sparse(const Problem<T>& P, const Tile<T>& tile, KeyScratch<T>& scratch, int64_t from, int64_t to) {
+  const Args& A = P.A;
+  T *dk = P.at_key(A.dk, tile.b, tile.hk, 0), *dv = P.at_key(A.dv, tile.b, tile.hk, 0);
+  scale_queries(P, tile, scratch.scaled);
+  const bool whole = from == 0 && to >= P.keys(tile.b);
+  int64_t offset = A.where[tile.number];
+  for (int64_t i = 0; i < tile.n; i++) {
+    const int64_t n = A.count[tile.row0 + i];
+    const int32_t* index = A.index + offset;
+    const int64_t lo = whole ? 0 : lower_bound<T>(index, n, from), hi = whole ? n : lower_bound<T>(index, n, to);
+    scatter(dv, A.dv.i, P.list_p + offset + lo, index + lo, hi - lo, P.at_query(A.dout, tile.b, tile.h, tile.i0 + i), A.D);
+    scatter(dk, A.dk.i, P.list_ds + offset + lo, index + lo, hi - lo, scratch.scaled + i * A.E, A.E);
+    offset += n;
+  }
+}
+
+template <Kind K, class T>
+void keys_dense(const Problem<T>& P, const Tile<T>& tile, KeyScratch<T>& scratch, int64_t from, int64_t to) {
+  const Args& A = P.A;
+  const Dropout dropout(A);
+  const int64_t first = larger(tile.first, from / BLOCK), last = smaller(tile.last, tiles_of(to, BLOCK));
+  if (first >= last) return;
+  pack_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
+  pack_rows(P.at_query(A.dout, tile.b, tile.h, tile.i0), A.dout.i, tile.n, A.D, (const T*)nullptr, scratch.douts);
+  scale_queries(P, tile, scratch.scaled);
+  for (int64_t block = first; block < last; block++) {
+    const int64_t j0 = block * BLOCK, width = smaller(BLOCK, P.keys(tile.b) - j0);
+    int64_t begin = tile.n, end = 0;
+    for (int64_t g = 0; g < tile.n; g += MR) {
+      T *p = scratch.p + g * BLOCK, *ds = scratch.ds + g * BLOCK;
+      const int64_t rows = smaller(MR, tile.n - g);
+      if (!score_block(P, tile, g, block, scratch.queries, p, BLOCK)) {
+        memset(p, 0, rows * BLOCK * sizeof(T));
+        memset(ds, 0, rows * BLOCK * sizeof(T));
+        continue;
+      }
+      begin = smaller(begin, g), end = g + rows;
+      scores(scratch.douts + g * A.D, P.value_panels + (P.first_block(tile.b, tile.hk) + block) * BLOCK * A.D, A.D,
+             ds, BLOCK);
+      for (int64_t i = 0; i < rows; i++) {
+        const int64_t row = tile.row0 + g + i;
+        const Stats<T>& stats = ((const Stats<T>*)A.stats)[row];
+        const Shape<K, T> shape(stats, P.exponent(tile.b, tile.h, tile.i0 + g + i));
+        const V<T> mu = splat(P.mu[row]), tie = splat(A.rule == MARGIN ? P.tie[row] : 0), m = splat(stats.m);
+        const uint32_t key = dropout.row(row);
+        if (A.dropout > 0)
+          for (int64_t j = 0; j < BLOCK; j++) ds[i * BLOCK + j] *= dropout.keep<T>(key, (uint32_t)(j0 + j));
+        for (int64_t j = 0; j < BLOCK; j += LANES<T>) {
+          T *at_p = p + i * BLOCK + j, *at_ds = ds + i * BLOCK + j;
+          V<T> x = load(at_p), pv, av;
+          I<T> inside = shape.weights(x, pv, av);
+          V<T> d = av * (select<T>(inside, load(at_ds), V<T>{}) - mu);
+          if (A.rule == MARGIN) d += select<T>(x == m, tie, V<T>{});
+          store(at_p, pv);
+          store(at_ds, d);
+        }
+        if (A.dropout > 0)
+          for (int64_t j = 0; j < BLOCK; j++) p[i * BLOCK + j] *= dropout.keep<T>(key, (uint32_t)(j0 + j));
+      }
+    }
+    if (begin >= end) continue;
+    const int64_t n = end - begin;
+    gemm(P.at_key(A.dv, tile.b, tile.hk, j0), A.dv.i, scratch.p + begin * BLOCK, 1, BLOCK,
+         P.at_query(A.dout, tile.b, tile.h, tile.i0 + begin), A.dout.i, width, A.D, n);
+    gemm(P.at_key(A.dk, tile.b, tile.hk, j0), A.dk.i, scratch.ds + begin * BLOCK, 1, BLOCK,
+         scratch.scaled + begin * A.E, A.E, width, A.E, n);
+  }
+}
+
+template <class T>
+struct KeyJob {
+  const Problem<T>& P;
+  int64_t chunk, chunks;  // keys in a chunk, chunks of one head
+};
+
+template <Kind K, class T>
+void keys_item(const void* data, int64_t number, char* memory) {
+  const KeyJob<T>& job = *(const KeyJob<T>*)data;
+  const Problem<T>& P = job.P;
+  const Args& A = P.A;
+  Pieces pieces = {memory};
+  KeyScratch<T> scratch(pieces, A);
+  const int64_t hk = number / job.chunks % A.Hk, b = number / job.chunks / A.Hk, group = A.H / A.Hk;
+  const int64_t from = number % job.chunks * job.chunk, to = smaller(P.keys(b), from + job.chunk);
+  if (from >= to) return;
+  for (int64_t j = from; j < to; j++) {
+    memset(P.at_key(A.dk, b, hk, j), 0, A.E * sizeof(T));
+    memset(P.at_key(A.dv, b, hk, j), 0, A.D * sizeof(T));
+  }
+  for (int64_t h = hk * group; h < (hk + 1) * group; h++)
+    for (int64_t t = 0; t < tiles_of(A.T, ROWS); t++) {
+      const Tile<T> tile = tile_at(P, b, h, t);
+      if (tile.n == 0 || tile.first * BLOCK >= to || tile.last * BLOCK <= from) continue;
+      if (A.where[tile.number] >= 0) keys_sparse(P, tile, scratch, from, to);
+      else keys_dense<K, T>(P, tile, scratch, from, to);
+    }
+}
+
+template <Kind K, class T>
+int32_t backward_kind(const Args& A) {
+  Problem<T> P = {A};
+  P.list_stride = list_stride_of(A.S);
+  const int64_t all_rows = A.H * (A.first_q ? A.rows : A.B * A.T), tiles = A.B * A.H * tiles_of(A.T, ROWS);
+  int64_t entries = 0;
+  bool dense = false;
+  for (int64_t number = 0; number < tiles; number++) {
+    const int64_t t = number % tiles_of(A.T, ROWS), head = number / tiles_of(A.T, ROWS);
+    const int64_t b = head / A.H, n = smaller(ROWS, P.queries(b) - t * ROWS);
+    if (n <= 0) continue;
+    if (A.where[number] < 0) {
+      dense = true;
+      continue;
+    }
+    const int32_t* count = A.count + P.row(b, head % A.H, t * ROWS);
+    for (int64_t i = 0; i < n; i++) entries += count[i];
+  }
+  T* keys = dense ? allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.E) : nullptr;
+  T* values = dense ? allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.D) : nullptr;
+  T* lists = allocate<T>(2 * entries + 2 * all_rows);
+  int32_t failed = !lists || (dense && (!keys || !values));
+  if (!failed) {
+    P.key_panels = keys, P.value_panels = values;
+    P.list_p = lists, P.list_ds = lists + entries, P.mu = lists + 2 * entries, P.tie = P.mu + all_rows;
+    if (dense) failed = pack_keys(P, A.k, A.E, keys) || pack_keys(P, A.v, A.D, values);
+  }
+  if (!failed) {
+    Pieces pieces = {nullptr};
+    QueryScratch<T> measure(pieces, A, P.list_stride);
+    const Groups<T> groups(A);
+    failed = run(A, {queries_item<K, T>, &P, groups.b * groups.h * groups.t, pieces.used});
+  }
+  if (!failed) {
+    // Enough chunks for the threads, each of whole blocks.
+    const int64_t heads = larger(1, A.B * A.Hk), wanted = tiles_of(4 * A.threads, heads);
+    KeyJob<T> job = {P, larger(4, tiles_of(tiles_of(A.S, BLOCK), wanted)) * BLOCK, 0};
+    job.chunks = tiles_of(A.S, job.chunk);
+    Pieces pieces = {nullptr};
+    KeyScratch<T> measure(pieces, A);
+    failed = run(A, {keys_item<K, T>, &job, A.B * A.Hk * job.chunks, pieces.used});
+  }
+  free(keys);
+  free(values);
+  free(lists);
+  return failed;
+}
+
+// ---- dispatch ------------------------------------------------------------------------------------
+
+template <Kind K>
+int32_t forward_type(const Args& A) {
+  return A.is_double ? forward_kind<K, double>(A) : forward_kind<K, float>(A);
+}
+template <Kind K>
+int32_t backward_type(const Args& A) {
+  return A.is_double ? backward_kind<K, double>(A) : backward_kind<K, float>(A);
+}
+
+Kind kind_of(const Args& A) {
+  if (A.profile == EXP) return GAUSS;
+  if (A.r_at.p) return POWER_ANY;
+  return A.r == 0 ? POWER_0 : A.r == 1 ? POWER_1 : A.r == 2 ? POWER_2 : A.r == 3 ? POWER_3 : POWER_ANY;
+}
+
+int32_t forward(const Args& A) {
+  switch (kind_of(A)) {
+    case GAUSS: return forward_type<GAUSS>(A);
+    case POWER_0: return forward_type<POWER_0>(A);
+    case POWER_1: return forward_type<POWER_1>(A);
+    case POWER_2: return forward_type<POWER_2>(A);
+    case POWER_3: return forward_type<POWER_3>(A);
+    default: return forward_type<POWER_ANY>(A);
+  }
+}
+int32_t backward(const Args& A) {
+  switch (kind_of(A)) {
+    case GAUSS: return backward_type<GAUSS>(A);
+    case POWER_0: return backward_type<POWER_0>(A);
+    case POWER_1: return backward_type<POWER_1>(A);
+    case POWER_2: return backward_type<POWER_2>(A);
+    case POWER_3: return backward_type<POWER_3>(A);
+    default: return backward_type<POWER_ANY>(A);
+  }
+}
+
+}  // namespace
+
+extern const Engine PARZEN_ISA;
+const Engine PARZEN_ISA = {forward, backward};
+
+}  // namespace parzen

@@ -1,0 +1,162 @@
+// Register-blocked products. Every element of every result is one chain of multiply-adds in
+// ascending order of the summed index, so its bits do not depend on how work is cut into tiles.
+#pragma once
+#include "simd.h"
+
+namespace parzen {
+namespace {
+
+constexpr int MR = REGISTER_ROWS;
+template <class T>
+constexpr int NR = REGISTER_VECTORS* LANES<T>;  // keys in a panel
+constexpr int BLOCK = 64;                       // keys in a block: one or more panels
+
+// Keys [0, n) of x as panels (key/NR, e, key%NR), zeros up to the end of the last block.
+template <class T>
+void pack_panels(const T* x, int64_t ld, int64_t n, int64_t E, T* out) {
+  for (int64_t first = 0; first < (n + BLOCK - 1) / BLOCK * BLOCK; first += NR<T>, out += NR<T> * E) {
+    const int64_t m = n - first;
+    // Sixteen elements of a row at a time: each source line is read once, all writes stay in cache.
+    for (int64_t e = 0; e < E; e += 16)
+      for (int64_t j = 0; j < NR<T>; j++)
+        for (int64_t l = 0; l < 16; l++)
+          out[(e + l) * NR<T> + j] = j < m ? x[(first + j) * ld + e + l] : T(0);
+  }
+}
+
+// Rows [0, n) of x times their factors, as groups (row/MR, e, row%MR), zeros after the last.
+template <class T>
+void pack_rows(const T* x, int64_t ld, int64_t n, int64_t E, const T* factor, T* out) {
+  for (int64_t first = 0; first < n; first += MR, out += MR * E)
+    for (int64_t i = 0; i < MR; i++)
+      for (int64_t e = 0; e < E; e++)
+        out[e * MR + i] =
+            first + i < n ? (factor ? x[(first + i) * ld + e] * factor[first + i] : x[(first + i) * ld + e]) : T(0);
+}
+
+// out[i, j] = Σ_e rows[e, i]·panel[e, j] for one group of rows and one block of keys.
+template <class T>
+__attribute__((noinline)) void scores(const T* rows, const T* panel, int64_t E, T* out, int64_t ld) {
+  for (int p = 0; p < BLOCK / NR<T>; p++, panel += NR<T> * E) {
+    V<T> acc[MR][REGISTER_VECTORS] = {};
+    const T* a = rows;
+    const T* b = panel;
+    for (int64_t e = 0; e < E; e++, a += MR, b += NR<T>) {
+      V<T> key[REGISTER_VECTORS];
+#pragma GCC unroll 8
+      for (int c = 0; c < REGISTER_VECTORS; c++) key[c] = load(b + c * LANES<T>);
+#pragma GCC unroll 8
+      for (int i = 0; i < MR; i++) {
+        V<T> x = splat(a[i]);
+#pragma GCC unroll 8
+        for (int c = 0; c < REGISTER_VECTORS; c++) acc[i][c] += x * key[c];
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 8
+      for (int c = 0; c < REGISTER_VECTORS; c++) store(out + i * ld + p * NR<T> + c * LANES<T>, acc[i][c]);
+  }
+}
+
+template <class T, int M, int N>
+INLINE void gemm_tile(T* c, int64_t ldc, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, int64_t K) {
+  V<T> acc[M][N];
+#pragma GCC unroll 16
+  for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+    for (int n = 0; n < N; n++) acc[i][n] = load(c + i * ldc + n * LANES<T>);
+  for (int64_t k = 0; k < K; k++, a += ak, b += ldb) {
+    V<T> x[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; n++) x[n] = load(b + n * LANES<T>);
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++) {
+      V<T> y = splat(a[i * am]);
+#pragma GCC unroll 16
+      for (int n = 0; n < N; n++) acc[i][n] += y * x[n];
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+    for (int n = 0; n < N; n++) store(c + i * ldc + n * LANES<T>, acc[i][n]);
+}
+
+template <class T, int N>
+void gemm_columns(T* c, int64_t ldc, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, int64_t M,
+                  int64_t K) {
+  int64_t i = 0;
+  for (; i + MR <= M; i += MR) gemm_tile<T, MR, N>(c + i * ldc, ldc, a + i * am, am, ak, b, ldb, K);
+  if (i + 4 <= M) {
+    gemm_tile<T, 4, N>(c + i * ldc, ldc, a + i * am, am, ak, b, ldb, K);
+    i += 4;
+  }
+  if (i + 2 <= M) {
+    gemm_tile<T, 2, N>(c + i * ldc, ldc, a + i * am, am, ak, b, ldb, K);
+    i += 2;
+  }
+  if (i < M) gemm_tile<T, 1, N>(c + i * ldc, ldc, a + i * am, am, ak, b, ldb, K);
+}
+
+// c[m, n] += Σ_k a[m, k]·b[k, n] for n < N, a multiple of LANES.
+template <class T>
+void gemm(T* c, int64_t ldc, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, int64_t M, int64_t N,
+          int64_t K) {
+  int64_t n = 0;
+  for (; n + NR<T> <= N; n += NR<T>)
+    gemm_columns<T, REGISTER_VECTORS>(c + n, ldc, a, am, ak, b + n, ldb, M, K);
+  for (; n < N; n += LANES<T>) gemm_columns<T, 1>(c + n, ldc, a, am, ak, b + n, ldb, M, K);
+}
+
+constexpr int AHEAD = 8;
+
+INLINE void fetch(const void* p, int64_t bytes) {
+  for (int64_t o = 0; o < bytes; o += 64) __builtin_prefetch((const char*)p + o);
+}
+
+template <class T, int N>
+INLINE void combine_columns(T* out, const T* w, const int32_t* index, int64_t n, const T* x, int64_t ld) {
+  V<T> acc[N];
+#pragma GCC unroll 16
+  for (int c = 0; c < N; c++) acc[c] = load(out + c * LANES<T>);
+  for (int64_t l = 0; l < n; l++) {
+    if (l + AHEAD < n) fetch(x + index[l + AHEAD] * ld, N * BYTES);
+    const T* row = x + index[l] * ld;
+    V<T> y = splat(w[l]);
+#pragma GCC unroll 16
+    for (int c = 0; c < N; c++) acc[c] += y * load(row + c * LANES<T>);
+  }
+#pragma GCC unroll 16
+  for (int c = 0; c < N; c++) store(out + c * LANES<T>, acc[c]);
+}
+
+// out += Σ_l w[l]·x[index[l]]
+template <class T>
+void combine(T* out, const T* w, const int32_t* index, int64_t n, const T* x, int64_t ld, int64_t D) {
+  constexpr int W = REGISTER_VECTORS;
+  int64_t d = 0;
+  for (; d + W * LANES<T> <= D; d += W * LANES<T>)
+    combine_columns<T, W>(out + d, w, index, n, x + d, ld);
+  for (; d < D; d += LANES<T>) combine_columns<T, 1>(out + d, w, index, n, x + d, ld);
+}
+
+// dot[l] = y·x[index[l]]
+template <class T>
+void dots(T* dot, const T* y, const int32_t* index, int64_t n, const T* x, int64_t ld, int64_t D) {
+  for (int64_t l = 0; l < n; l++) {
+    if (l + AHEAD < n) fetch(x + index[l + AHEAD] * ld, D * sizeof(T));
+    const T* row = x + index[l] * ld;
+    V<T> acc[2] = {};
+    int64_t d = 0;
+    for (; d + 2 * LANES<T> <= D; d += 2 * LANES<T>) {
+      acc[0] += load(y + d) * load(row + d);
+      acc[1] += load(y + d + LANES<T>) * load(row + d + LANES<T>);
+    }
+    if (d < D) acc[0] += load(y + d) * load(row + d);
+    dot[l] = sum<T>(acc[0] + acc[1]);
+  }
+}
+
+}  // namespace
+}  // namespace parzen

@@ -1,0 +1,224 @@
+// Vectors for one instruction set. PARZEN_ISA names it; everything here is internal to one object.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__SSE2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace parzen {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, REGISTER_ROWS = 6, REGISTER_VECTORS = 4;
+#elif defined(__AVX2__)
+constexpr int BYTES = 32, REGISTER_ROWS = 6, REGISTER_VECTORS = 2;
+#elif defined(__ARM_NEON)
+constexpr int BYTES = 16, REGISTER_ROWS = 6, REGISTER_VECTORS = 4;
+#else
+constexpr int BYTES = 16, REGISTER_ROWS = 4, REGISTER_VECTORS = 2;
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+
+template <class T>
+struct Simd;
+template <>
+struct Simd<float> {
+  typedef float V __attribute__((vector_size(BYTES)));
+  typedef int32_t I __attribute__((vector_size(BYTES)));
+  typedef uint32_t U __attribute__((vector_size(BYTES)));
+  using Int = int32_t;
+};
+template <>
+struct Simd<double> {
+  typedef double V __attribute__((vector_size(BYTES)));
+  typedef int64_t I __attribute__((vector_size(BYTES)));
+  typedef uint64_t U __attribute__((vector_size(BYTES)));
+  using Int = int64_t;
+};
+template <class T>
+using V = typename Simd<T>::V;
+template <class T>
+using I = typename Simd<T>::I;
+template <class T>
+constexpr int LANES = BYTES / sizeof(T);
+
+template <class T>
+INLINE V<T> load(const T* p) {
+  V<T> x;
+  memcpy(&x, p, BYTES);
+  return x;
+}
+template <class T>
+INLINE void store(T* p, V<T> x) {
+  memcpy(p, &x, BYTES);
+}
+template <class T>
+INLINE V<T> splat(T x) {
+  return V<T>{} + x;
+}
+// As maxps: b where the comparison is unordered.
+template <class T>
+INLINE V<T> maximum(V<T> a, V<T> b) {
+  return a > b ? a : b;
+}
+template <class T>
+INLINE V<T> select(I<T> on, V<T> a, V<T> b) {
+  return on ? a : b;
+}
+
+template <class T>
+INLINE T sum(V<T> x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_reduce_add_ps((__m512)x);
+  else return _mm512_reduce_add_pd((__m512d)x);
+#else
+  T part[LANES<T>];
+  store(part, x);
+  for (int w = LANES<T> / 2; w; w /= 2)
+    for (int l = 0; l < w; l++) part[l] += part[l + w];
+  return part[0];
+#endif
+}
+template <class T>
+INLINE T largest(V<T> x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_reduce_max_ps((__m512)x);
+  else return _mm512_reduce_max_pd((__m512d)x);
+#else
+  T part[LANES<T>];
+  store(part, x);
+  for (int w = LANES<T> / 2; w; w /= 2)
+    for (int l = 0; l < w; l++) part[l] = part[l] > part[l + w] ? part[l] : part[l + w];
+  return part[0];
+#endif
+}
+
+// Bit l is set unless x[l] <= cut: a NaN counts as above, so that it reaches the output.
+template <class T>
+INLINE uint32_t above(V<T> x, V<T> cut) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_cmp_ps_mask((__m512)x, (__m512)cut, _CMP_NLE_UQ);
+  else return _mm512_cmp_pd_mask((__m512d)x, (__m512d)cut, _CMP_NLE_UQ);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, (__m256)cut, _CMP_NLE_UQ));
+  else return _mm256_movemask_pd(_mm256_cmp_pd((__m256d)x, (__m256d)cut, _CMP_NLE_UQ));
+#elif defined(__SSE2__)
+  if constexpr (sizeof(T) == 4) return _mm_movemask_ps(_mm_cmpnle_ps((__m128)x, (__m128)cut));
+  else return _mm_movemask_pd(_mm_cmpnle_pd((__m128d)x, (__m128d)cut));
+#else
+  I<T> on = ~(x <= cut);
+  uint32_t bits = 0;
+  for (int l = 0; l < LANES<T>; l++) bits |= (uint32_t)(on[l] & 1) << l;
+  return bits;
+#endif
+}
+
+// Appends the lanes of x in `bits` to a list of scores and key numbers; may write LANES past the end.
+template <class T>
+INLINE int64_t append(V<T> x, int32_t first, uint32_t bits, T* score, int32_t* index, int64_t n) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    _mm512_storeu_ps(score + n, _mm512_maskz_compress_ps(bits, (__m512)x));
+    _mm512_storeu_si512(index + n,
+                        _mm512_maskz_compress_epi32(bits, _mm512_add_epi32(lane, _mm512_set1_epi32(first))));
+  } else {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    _mm512_storeu_pd(score + n, _mm512_maskz_compress_pd(bits, (__m512d)x));
+    _mm256_storeu_si256((__m256i*)(index + n),
+                        _mm256_maskz_compress_epi32(bits, _mm256_add_epi32(lane, _mm256_set1_epi32(first))));
+  }
+  return n + __builtin_popcount(bits);
+#else
+  for (; bits; bits &= bits - 1, n++) {
+    int l = __builtin_ctz(bits);
+    score[n] = x[l];
+    index[n] = first + l;
+  }
+  return n;
+#endif
+}
+
+// Keeps the lanes in `bits` of one vector of a list; the kept part never overtakes the read part.
+template <class T>
+INLINE int64_t keep(T* score, int32_t* index, int64_t from, uint32_t bits, int64_t n) {
+  V<T> x = load(score + from);
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) {
+    __m512i j = _mm512_loadu_si512(index + from);
+    _mm512_storeu_ps(score + n, _mm512_maskz_compress_ps(bits, (__m512)x));
+    _mm512_storeu_si512(index + n, _mm512_maskz_compress_epi32(bits, j));
+  } else {
+    __m256i j = _mm256_loadu_si256((const __m256i*)(index + from));
+    _mm512_storeu_pd(score + n, _mm512_maskz_compress_pd(bits, (__m512d)x));
+    _mm256_storeu_si256((__m256i*)(index + n), _mm256_maskz_compress_epi32(bits, j));
+  }
+  return n + __builtin_popcount(bits);
+#else
+  for (; bits; bits &= bits - 1, n++) {
+    int l = __builtin_ctz(bits);
+    score[n] = x[l];
+    index[n] = index[from + l];
+  }
+  return n;
+#endif
+}
+
+// 2ⁿ·x for small integers n held as floating-point numbers plus the magic constant.
+INLINE V<float> exponential(V<float> x) {
+  const float magic = 12582912.0f;
+  x = select<float>(x > 88.0f, splat(88.0f), x);
+  I<float> tiny = x < -87.0f;
+  V<float> t = x * 1.44269504088896341f + magic, n = t - magic;
+  V<float> y = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  V<float> p = splat(1.9875691500e-4f);
+  p = p * y + 1.3981999507e-3f;
+  p = p * y + 8.3334519073e-3f;
+  p = p * y + 4.1665795894e-2f;
+  p = p * y + 1.6666665459e-1f;
+  p = p * y + 5.0000001201e-1f;
+  p = p * (y * y) + y + 1.0f;
+  V<float> out = (V<float>)((I<float>)p + ((I<float>)t << 23));
+  return select<float>(tiny, V<float>{}, out);
+}
+INLINE V<double> exponential(V<double> x) {
+  const double magic = 6755399441055744.0;
+  x = select<double>(x > 709.0, splat(709.0), x);
+  I<double> tiny = x < -708.0;
+  V<double> t = x * 1.4426950408889634 + magic, n = t - magic;
+  V<double> y = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+  V<double> p = splat(1.0 / 6227020800);
+  const double factorials[] = {479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1};
+  for (double f : factorials) p = p * y + 1 / f;
+  V<double> out = (V<double>)((I<double>)p + ((I<double>)t << 52));
+  return select<double>(tiny, V<double>{}, out);
+}
+
+// log x for normal x > 0; other lanes hold anything.
+template <class T>
+INLINE V<T> logarithm(V<T> x) {
+  constexpr bool f = sizeof(T) == 4;
+  using Int = typename Simd<T>::Int;
+  constexpr int bits = f ? 23 : 52;
+  const Int half = f ? (Int)0x3f3504f3 : (Int)0x3fe6a09e667f3bcdLL;  // √½
+  I<T> ix = (I<T>)x, e = (ix - half) >> bits;
+  V<T> m = (V<T>)(ix - (e << bits));
+  V<T> z = (m - 1) / (m + 1), z2 = z * z, p = V<T>{};
+  for (int d = f ? 11 : 23; d >= 3; d -= 2) p = (p + T(1) / d) * z2;
+  V<T> n = __builtin_convertvector(e, V<T>);
+  return n * T(0.693359375) + (n * T(-2.121944400546905827679e-4) + (2 * z + 2 * z * p));
+}
+// log(1 + u) where 1 + u > 0, accurate for small u.
+template <class T>
+INLINE V<T> log_one_plus(V<T> u) {
+  V<T> y = 1 + u;
+  return logarithm<T>(y) + (u - (y - 1)) / y;
+}
+
+}  // namespace
+}  // namespace parzen

@@ -1,0 +1,342 @@
+// Profiles on vectors of scores, and the thresholds of the support rules on lists of candidates.
+#pragma once
+#include <math.h>
+
+#include "engine.h"
+#include "simd.h"
+
+namespace parzen {
+namespace {
+
+enum Kind { GAUSS, POWER_0, POWER_1, POWER_2, POWER_3, POWER_ANY };
+
+// What a row needs to turn a score s into its weight. With y = 1 + (s − m − σ)·c, m the best score:
+// unit mass has θ = m + σ − r and c = 1/r; the other powers have σ = 0 and c = 1/(m − θ), so that y is
+// (s − θ)/(m − θ), at most 1. φ = yʳ, or exp(s − m). Differences are taken from m first: scores of
+// 1e4 lose nothing, and log1p(y − 1) keeps α near 1 exact.
+template <class T>
+struct Stats {
+  T m, sigma, c, inverse, cut;
+};
+
+constexpr int STATS = 5;
+
+template <Kind K, class T>
+struct Shape {
+  static constexpr bool closed = K == GAUSS || K == POWER_0;
+  V<T> m, sigma, c, inverse, cut, r;
+
+  INLINE Shape(const Stats<T>& s, T exponent)
+      : m(splat(s.m)), sigma(splat(s.sigma)), c(splat(s.c)), inverse(splat(s.inverse)), cut(splat(s.cut)),
+        r(splat(exponent)) {}
+
+  INLINE V<T> u(V<T> s) const { return ((s - m) - sigma) * c; }
+
+  // Whether a score belongs to the support; a NaN does.
+  INLINE I<T> on(V<T> s) const {
+    if constexpr (closed) return ~(s <= cut);
+    else return ~(1 + u(s) <= 0);
+  }
+  // φ of a score known to be on the support, and φ'·r·c for powers, φ itself for exp.
+  INLINE void raw(V<T> s, V<T>& phi, V<T>& slope) const {
+    if constexpr (K == GAUSS) {
+      phi = slope = exponential(s - m);
+    } else if constexpr (K == POWER_0) {
+      phi = V<T>{} + 1;
+      slope = V<T>{};
+    } else {
+      V<T> z = u(s), y = 1 + z;
+      if constexpr (K == POWER_1) {
+        phi = y;
+        slope = c;
+      } else if constexpr (K == POWER_2) {
+        phi = y * y;
+        slope = 2 * c * y;
+      } else if constexpr (K == POWER_3) {
+        slope = 3 * c * (y * y);
+        phi = y * y * y;
+      } else {
+        phi = exponential(r * log_one_plus<T>(z));
+        // A NaN must survive the bit tricks of log and exp.
+        phi = select<T>(y == y, phi, y);
+        slope = r * c * (phi / y);
+      }
+    }
+  }
+  INLINE V<T> weight(V<T> s) const {
+    V<T> phi, slope;
+    raw(s, phi, slope);
+    return select<T>(on(s), phi, V<T>{}) * inverse;
+  }
+  INLINE I<T> weights(V<T> s, V<T>& p, V<T>& a) const {
+    I<T> inside = on(s);
+    V<T> phi, slope;
+    raw(s, phi, slope);
+    p = select<T>(inside, phi, V<T>{}) * inverse;
+    a = select<T>(inside, slope, V<T>{}) * inverse;
+    return inside;
+  }
+  // y-derivative factor of r: p·(log y − 1 + 1/y); the bracket is u²/2 − 2u³/3 + … near u = 0.
+  INLINE V<T> exponent_factor(V<T> s, V<T> p) const {
+    V<T> z = u(s), y = 1 + z;
+    V<T> exact = log_one_plus<T>(z) - z / y;
+    V<T> series = V<T>{};
+    constexpr int terms = sizeof(T) == 4 ? 9 : 17;
+    for (int n = terms; n >= 2; n--) series = series * z + (n % 2 ? -1 : 1) * T(n - 1) / n;
+    series = series * z * z;
+    I<T> near = (z > T(-0.1)) & (z < T(0.1));
+    return select<T>(on(s), p * select<T>(near, series, exact), V<T>{});
+  }
+};
+
+template <class T>
+INLINE T below(T x) {
+  return x == -INFINITY ? x : (T)(sizeof(T) == 4 ? nextafterf((float)x, -INFINITY) : nextafter((double)x, -INFINITY));
+}
+template <class T>
+constexpr T EPSILON = sizeof(T) == 4 ? T(1.1920929e-7) : T(2.220446049250313e-16);
+
+// The lists may be read up to the end of their last vector.
+template <class T>
+INLINE void pad(T* score, int32_t* index, int64_t n) {
+  store(score + n, splat<T>(-INFINITY));
+  memset(index + n, 0, LANES<T> * sizeof(int32_t));
+}
+
+// Newton on ‖y‖_r = 1 from the left: convex and decreasing in σ, so every iterate is a lower bound.
+template <Kind K, class T>
+T solve(const T* score, int64_t n, T m, T sigma, T r, int steps) {
+  const T c = 1 / r;
+  for (; steps; steps--) {
+    V<T> mass = {}, slope = {};
+    const V<T> vm = splat(m), vs = splat(sigma), vc = splat(c);
+    for (int64_t l = 0; l < n; l += LANES<T>) {
+      V<T> z = ((load(score + l) - vm) - vs) * vc, y = 1 + z;
+      y = y > 0 ? y : V<T>{};
+      if constexpr (K == POWER_1) {
+        mass += y;
+        slope += select<T>(y > 0, splat<T>(1), V<T>{});
+      } else if constexpr (K == POWER_2) {
+        slope += y;
+        mass += y * y;
+      } else if constexpr (K == POWER_3) {
+        V<T> y2 = y * y;
+        slope += y2;
+        mass += y2 * y;
+      } else {
+        V<T> phi = exponential(r * log_one_plus<T>(z));
+        I<T> inside = y > 0;
+        mass += select<T>(inside, phi, V<T>{});
+        slope += select<T>(inside, phi / y, V<T>{});
+      }
+    }
+    const T a = sum<T>(mass), b = sum<T>(slope);
+    T step;
+    if constexpr (K == POWER_1) {
+      step = (a - 1) / b;
+    } else if constexpr (K == POWER_2) {
+      const T norm = sizeof(T) == 4 ? (T)sqrtf((float)a) : (T)sqrt((double)a);
+      step = 2 * (norm - 1) * norm / b;
+    } else if constexpr (K == POWER_3) {
+      const T norm = sizeof(T) == 4 ? (T)cbrtf((float)a) : (T)cbrt((double)a);
+      step = 3 * (norm - 1) * norm * norm / b;
+    } else {
+      const double log_mass = log((double)a), log_norm = log_mass / r;
+      step = (T)(r * expm1(log_norm) * exp(log_mass - log_norm) / b);
+    }
+    // Also the way out for NaN. A step back is rounding at the root.
+    if (!(step > 2 * EPSILON<T> * (1 + sigma))) return step < 0 && step > -T(0.01) ? sigma + step : sigma;
+    sigma += step;
+  }
+  return sigma;
+}
+
+template <class T>
+INLINE int64_t count_from(const T* score, int64_t n, T at) {
+  I<T> hits = {};
+  const V<T> v = splat(at);
+  for (int64_t l = 0; l < n; l += LANES<T>) hits -= load(score + l) >= v;
+  int64_t total = 0;
+  for (int l = 0; l < LANES<T>; l++) total += hits[l];
+  return total;
+}
+
+// Floats in their order as integers, so that bisection always ends.
+template <class T>
+INLINE typename Simd<T>::Int ordered(T x) {
+  typename Simd<T>::Int i;
+  memcpy(&i, &x, sizeof x);
+  constexpr int bits = 8 * sizeof(T) - 1;
+  return i ^ ((i >> bits) & ~((typename Simd<T>::Int)1 << bits));
+}
+template <class T>
+INLINE T unordered(typename Simd<T>::Int i) {
+  constexpr int bits = 8 * sizeof(T) - 1;
+  i ^= (i >> bits) & ~((typename Simd<T>::Int)1 << bits);
+  T x;
+  memcpy(&x, &i, sizeof x);
+  return x;
+}
+
+// The k-th largest of n ≥ k scores (NaN aside), or one with up to `slack` more scores above it.
+template <class T>
+T nearest(const T* score, int64_t n, int64_t k, int64_t slack, T best) {
+  using Int = typename Simd<T>::Int;
+  if (count_from(score, n, best) >= k) return best;
+  V<T> least = splat<T>(INFINITY);
+  for (int64_t l = 0; l < n; l += LANES<T>) {
+    V<T> x = load(score + l);
+    least = (x < least) & (x > -INFINITY) ? x : least;
+  }
+  T low = -largest<T>(-least), high = best;
+  // Invariant: at least k scores are ≥ low, fewer than k are ≥ high. Values first, then bit patterns.
+  for (int step = 0; step < 100; step++) {
+    T middle = low / 2 + high / 2;
+    if (step >= 16) {
+      const Int a = ordered(low), b = ordered(high);
+      middle = unordered<T>((a & b) + ((a ^ b) >> 1));
+    }
+    if (!(middle > low && middle < high)) {
+      if (step >= 16) break;
+      step = 15;
+      continue;
+    }
+    const int64_t c = count_from(score, n, middle);
+    if (c < k) {
+      high = middle;
+    } else {
+      low = middle;
+      if (c <= k + slack) break;
+    }
+  }
+  least = splat<T>(INFINITY);
+  for (int64_t l = 0; l < n; l += LANES<T>) {
+    V<T> x = load(score + l);
+    least = (x < least) & (x >= low) ? x : least;
+  }
+  return -largest<T>(-least);
+}
+
+// The candidates of one row while its keys stream by. `cut` never exceeds the final threshold:
+// θ found on a subset of the keys is a lower bound.
+template <class T>
+struct Row {
+  T cut, m, r, level;
+  int64_t n, trigger;
+  int32_t lo, hi;
+  T* score;
+  int32_t* index;
+};
+
+template <Kind K, class T>
+INLINE T cut_at(T threshold) {
+  return Shape<K, T>::closed ? below(threshold) : threshold;
+}
+
+// θ is known up to rounding only; a bound must not exceed it.
+template <class T>
+INLINE T unit_mass_cut(T m, T sigma, T r) {
+  return (m + (sigma - r)) - 2 * EPSILON<T> * ((m < 0 ? -m : m) + r);
+}
+
+template <Kind K, class T>
+void start(const Args& A, Row<T>& row) {
+  row.n = 0;
+  row.m = -INFINITY;
+  row.cut = A.rule == THRESHOLD ? cut_at<K, T>(row.level) : -(T)INFINITY;
+  row.trigger = A.rule == UNIT_MASS ? 16 : A.rule == NEAREST ? A.nearest + 16 : A.rule == MARGIN ? 64 : INT64_MAX;
+}
+
+template <Kind K, class T>
+INLINE void best(const Args& A, Row<T>& row, T m) {
+  row.m = m;
+  if (A.rule == UNIT_MASS) {
+    const T bound = unit_mass_cut<T>(m, 0, row.r);
+    if (bound > row.cut) row.cut = bound;
+  } else if (A.rule == MARGIN) {
+    row.cut = cut_at<K, T>(m - row.level);
+  }
+}
+
+template <class T>
+INLINE void drop(Row<T>& row) {
+  pad(row.score, row.index, row.n);
+  int64_t kept = 0;
+  const V<T> cut = splat(row.cut);
+  for (int64_t l = 0; l < row.n; l += LANES<T>) {
+    uint32_t bits = above<T>(load(row.score + l), cut);
+    if (row.n - l < LANES<T>) bits &= (1u << (row.n - l)) - 1;
+    kept = keep(row.score, row.index, l, bits, kept);
+  }
+  row.n = kept;
+}
+
+template <class T>
+INLINE T start_sigma(const Row<T>& row) {
+  const T sigma = (row.cut - row.m) + row.r;
+  return sigma > 0 ? sigma : 0;
+}
+
+// Raises the cut from the candidates so far and drops those below it.
+template <Kind K, class T>
+void tighten(const Args& A, Row<T>& row) {
+  pad(row.score, row.index, row.n);
+  if constexpr (K >= POWER_1) {
+    if (A.rule == UNIT_MASS) {
+      const T sigma = solve<K, T>(row.score, row.n, row.m, start_sigma(row), row.r, 3);
+      const T bound = unit_mass_cut(row.m, sigma, row.r);
+      if (bound > row.cut) row.cut = bound;
+    }
+  }
+  if (A.rule == NEAREST) row.cut = below(nearest(row.score, row.n, A.nearest, A.nearest / 8, row.m));
+  drop(row);
+  row.trigger = row.n + (row.n / 2 > 16 ? row.n / 2 : 16);
+}
+
+// The threshold of all keys; leaves exactly the support in the list.
+template <Kind K, class T>
+Stats<T> finish(const Args& A, Row<T>& row) {
+  pad(row.score, row.index, row.n);
+  Stats<T> s = {row.m, 0, 1, 1, row.cut};
+  if (A.rule == NEAREST && row.n >= A.nearest) {
+    row.cut = s.cut = below(nearest(row.score, row.n, A.nearest, (int64_t)0, row.m));
+    drop(row);
+  } else if (A.rule == MARGIN) {
+    drop(row);
+  }
+  if constexpr (K >= POWER_1) {
+    if (A.rule == UNIT_MASS) {
+      s.sigma = solve<K, T>(row.score, row.n, row.m, start_sigma(row), row.r, 100);
+      s.c = 1 / row.r;
+    } else {
+      s.c = 1 / (A.rule == MARGIN ? row.level : row.m - row.level);
+    }
+  }
+  const Shape<K, T> shape(s, row.r);
+  V<T> total = {};
+  int64_t kept = 0;
+  pad(row.score, row.index, row.n);
+  for (int64_t l = 0; l < row.n; l += LANES<T>) {
+    V<T> x = load(row.score + l);
+    I<T> on = shape.on(x);
+    uint32_t bits = above<T>(select<T>(on, V<T>{} + 1, V<T>{}), V<T>{});
+    if (row.n - l < LANES<T>) {
+      bits &= (1u << (row.n - l)) - 1;
+      alignas(64) T lane[LANES<T>];
+      for (int i = 0; i < LANES<T>; i++) lane[i] = i < row.n - l ? 1 : 0;
+      on &= load(lane) > 0;
+    }
+    V<T> phi, slope;
+    shape.raw(x, phi, slope);
+    total += select<T>(on, phi, V<T>{});
+    if constexpr (K >= POWER_1) kept = keep(row.score, row.index, l, bits, kept);
+  }
+  if constexpr (K >= POWER_1) row.n = kept;
+  // Nothing allowed, or nothing within the radius: weights 0 for every score, never NaN.
+  if (row.n == 0) return {(T)INFINITY, 0, 1, 0, (T)INFINITY};
+  s.inverse = 1 / sum<T>(total);
+  return s;
+}
+
+}  // namespace
+}  // namespace parzen
