@@ -188,8 +188,9 @@ def cases(generator: torch.Generator | None = None) -> Iterator[Case]:
     yield Case("large scale", (1, 2, 2, 33, 70, 16, 8), {"scale": 4.0})
 
 
-# Half precision: inputs are exact, sums are float32, so one rounding of the result (½ ulp) is left.
-TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# Half precision: inputs are exact, sums are float32, so one rounding of the result (½ ulp,
+# 3.9e-3 and 4.9e-4) is left.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 4.5e-3, torch.float16: 6e-4}
 
 
 def check_kernel(
@@ -204,8 +205,8 @@ def check_kernel(
 ) -> int:
     """Compare ``attend`` with the float64 witness, output and all gradients; the number of cases run.
 
-    Kernels whose weights jump at a threshold (r = 0, kNN) get inputs of small integers, which every dtype
-    represents exactly, with ties among them; a gap of rounding cannot move a key across the threshold.
+    Kernels whose weights, or their derivatives, jump at a threshold (r < 1, Exp) get inputs of small
+    integers, which every dtype represents exactly, with ties among them: rounding cannot move a key across.
 
     Args:
         kernel: what ``parzen.kernel`` accepts.
@@ -221,7 +222,7 @@ def check_kernel(
     """
     chosen = kernels.kernel(kernel)
     jumps = not isinstance(chosen.rule, UnitMass | Everywhere) and (
-        isinstance(chosen.profile, Exp) or bool(chosen.profile.r == 0)
+        isinstance(chosen.profile, Exp) or bool(chosen.profile.r < 1)
     )
     allowed = TOLERANCE[dtype] if tolerance is None else tolerance
     done = 0

@@ -95,7 +95,9 @@ def _map(s: Tensor, r: Number, level: Number, form: Form) -> tuple[Tensor, Tenso
         theta = best + sigma - r
     else:
         theta = _theta(s, best, level, form)
-        inside = (s >= theta if form.closed else s > theta) & (s > -torch.inf)
+        # From the best, where a margin is exact: best − b may round to best.
+        above, floor = (z, -level) if form.rule == MARGIN else (s, theta)
+        inside = (above >= floor if form.closed else above > floor) & (s > -torch.inf)
         if form.profile == EXP or form.closed:
             p = torch.where(inside, torch.exp(z) if form.profile == EXP else 1 + 0 * best, 0)
         else:

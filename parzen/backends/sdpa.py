@@ -83,7 +83,10 @@ def run(call: Call) -> Tensor:
         mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
     causal = call.right == 0 and not _lower_right(call)
     k, v = (per_query_head(x, q.shape[1]) for x in (k, v))
+    # The choice of kernel and the additive form of a mask are as inside scaled_dot_product_attention.
     if not torch.compiler.is_compiling() and torch.is_grad_enabled() and q.device.type == "cpu":
         if torch._fused_sdp_choice(q, k, v, mask, call.dropout, causal, scale=scale) == _FLASH:
+            if mask is not None and mask.dtype == torch.bool:
+                mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
             return _Flash.apply(q, k, v, mask, causal, scale)[0]
     return F.scaled_dot_product_attention(q, k, v, mask, call.dropout, causal, scale=scale)

@@ -1,0 +1,90 @@
+"""The layout: which module may import which, and where kernels are known by name."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import parzen
+from parzen.kernels import KERNELS
+
+PACKAGE = Path(parzen.__file__).parent
+# Each layer may import the layers before it, and itself.
+LAYERS = [
+    {"parzen.kernels"},
+    {"parzen.backends"},
+    {"parzen.attention"},
+    {"parzen.nn", "parzen.memory", "parzen.testing"},
+    {"parzen.models"},
+    {"parzen.integrations", "parzen.lab", "parzen.bench"},
+    {"parzen.cli"},
+]
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        yield ".".join(p for p in parts if p != "__init__"), path
+
+
+def layer(module):
+    if module in ("parzen", "parzen.__main__"):
+        return None
+    top = ".".join(module.split(".")[:2])
+    found = [i for i, names in enumerate(LAYERS) if top in names]
+    assert found, f"{module} belongs to no layer: add it to LAYERS, or to the right place"
+    return found[0]
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+            if node.module == "parzen" or node.module == "parzen.backends":
+                yield from (f"{node.module}.{a.name}" for a in node.names)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), list(modules()), ids=lambda x: str(x) if isinstance(x, str) else ""
+)
+def test_imports_go_one_way(name, path):
+    mine = layer(name)
+    for other in imported(path):
+        if not other.startswith("parzen.") or mine is None:
+            continue
+        if ".".join(other.split(".")[:2]) not in set().union(*LAYERS):
+            continue  # a public name of the package itself
+        assert layer(other) <= mine, f"{name} imports {other}, which lies above it"
+
+
+def test_the_library_needs_torch_and_numpy_only():
+    code = (
+        "import sys, parzen, parzen.nn, parzen.testing, parzen.models.mosaic; "
+        "extra = {'matplotlib', 'rich', 'tokenizers', 'safetensors', 'scipy', 'transformers', 'parzen.lab'}; "
+        "print(sorted(extra & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_no_backend_knows_a_kernel_by_name():
+    names = {n for key, row in KERNELS.items() for n in (key, *row.aliases)}
+    names -= {"uniform"}  # an everyday word
+    for path in [*PACKAGE.glob("backends/*.py"), *PACKAGE.glob("csrc/*")]:
+        if path.is_dir():
+            continue
+        text = path.read_text(encoding="utf-8")
+        for literal in re.findall(r"[\"']([a-z_0-9]+)[\"']", text):
+            assert literal not in names, f"{path.name} names the kernel {literal}"
+
+
+def test_every_public_name_is_documented():
+    for name in parzen.__all__:
+        thing = getattr(parzen, name)
+        assert callable(thing) is False or (thing.__doc__ or "").strip(), name

@@ -1,0 +1,145 @@
+"""The table: spelling, aliases, domains, and the values that the mathematics gives by hand."""
+
+import math
+
+import pytest
+import torch
+from kernel_list import NAMES
+
+import parzen
+from parzen.kernels import (
+    KERNELS,
+    Everywhere,
+    Exp,
+    Kernel,
+    Nearest,
+    Power,
+    UnitMass,
+    WithinMargin,
+    WithinRadius,
+    kernel,
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_spelling_reads_back(name):
+    k = kernel(name)
+    assert kernel(str(k)) == k
+    assert hash(kernel(str(k))) == hash(k)
+
+
+def test_one_spelling_for_text_and_arguments():
+    assert kernel("relumax", margin=2.0) == kernel("relumax?margin=2") == Kernel(Power(1), WithinMargin(2.0))
+    assert kernel("knn_gaussian?k=32") == kernel("topk_softmax", k=32) == Kernel(Exp(), Nearest(32))
+    assert kernel("entmax", alpha=1.5) == kernel("biweight") == kernel("entmax15")
+    assert str(kernel("relumax", margin=2.0)) == "relumax?margin=2"
+    assert str(kernel("entmax", alpha=1.3)) == "entmax?alpha=1.3"
+    assert str(Kernel(Power(2), WithinMargin(1.0))) == "power?r=2&margin=1"
+    assert kernel("  Biweight ") == kernel("biweight")
+
+
+def test_aliases_are_unique_and_resolve():
+    names = [n for key, row in KERNELS.items() for n in (key, *row.aliases)]
+    assert len(names) == len(set(names))
+    assert {"softmax", "sparsemax", "entmax15", "entmax43", "topk_uniform", "topk_softmax"} <= set(names)
+    for key, row in KERNELS.items():
+        assert all(kernel(alias) == row.kernel for alias in row.aliases), key
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: kernel("sparsmax"), ValueError, "known: gaussian, softmax, epanechnikov"),
+        (lambda: kernel("biweight", alpha=1.2), ValueError, "takes no parameter"),
+        (lambda: kernel("relumax", alpha=1.2), ValueError, "takes margin"),
+        (lambda: kernel("relumax?margin=0"), ValueError, "> 0"),
+        (lambda: kernel("relumax", margin=math.inf), ValueError, "finite"),
+        (lambda: kernel("relumax", margin=math.nan), ValueError, "> 0"),
+        (lambda: kernel("relumax?margin=two"), ValueError, "must be a number"),
+        (lambda: kernel("relumax?margin"), ValueError, "parameter=value"),
+        (lambda: kernel("relumax?margin=1&margin=2"), ValueError, "twice"),
+        (lambda: kernel("relumax?margin=1", margin=2.0), ValueError, "twice"),
+        (lambda: kernel("relumax", margin="1"), TypeError, "number or a tensor"),
+        (lambda: kernel("entmax", alpha=2.5), ValueError, r"in \[1, 2\]"),
+        (lambda: kernel("entmax", alpha=0.9), ValueError, r"in \[1, 2\]"),
+        (lambda: kernel("entmax", alpha=torch.tensor([1.5, 2.1])), ValueError, r"in \[1, 2\]"),
+        (lambda: kernel("entmax", alpha=torch.tensor([1, 2])), TypeError, "floating-point"),
+        (lambda: kernel("relumax", margin=torch.tensor([1.0, -1.0])), ValueError, "> 0"),
+        (lambda: kernel("knn_gaussian", k=0), ValueError, "≥ 1"),
+        (lambda: kernel("knn_gaussian?k=1.5"), TypeError, "integer"),
+        (lambda: kernel("normrelu?radius=-1"), ValueError, "> 0"),
+        (lambda: kernel("power?r=2&margin=1&k=3"), ValueError, "at most one"),
+        (lambda: kernel("exp?r=2"), ValueError, "takes radius, margin, k"),
+        (lambda: kernel(3), TypeError, "name or a Kernel"),
+        (lambda: kernel(kernel("relumax"), margin=2.0), TypeError, "already has"),
+        (lambda: Kernel(Exp(), UnitMass()), ValueError, "UnitMass goes with Power"),
+        (lambda: Kernel(Power(0.5), UnitMass()), ValueError, "≥ 1 under UnitMass"),
+        (lambda: Kernel(Power(1), Everywhere()), ValueError, "Exp only"),
+        (lambda: Kernel(Power(1), Nearest(3)), ValueError, "Nearest goes with"),
+        (lambda: Kernel(Power(torch.tensor([1.0])), WithinMargin()), ValueError, "needs the UnitMass"),
+        (lambda: Kernel(Power(1), "margin"), TypeError, "support rule"),
+        (lambda: Power(-1), ValueError, "≥ 0"),
+        (lambda: WithinRadius(True), TypeError, "number"),
+    ],
+)
+def test_errors_say_the_domain(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+COSINES = [0.9, 0.7, 0.2, -0.5]
+E2 = math.exp(2)
+# Weights by scale = 1/h², to six digits.
+VALUES = [
+    ("gaussian", 1, [0.390333, 0.319578, 0.193834, 0.096255]),
+    ("gaussian", 2, [0.505631, 0.338935, 0.124687, 0.030747]),
+    ("gaussian", E2, [0.810478, 0.184900, 0.004596, 0.000026]),
+    ("epanechnikov", 1, [0.6, 0.4, 0, 0]),
+    ("epanechnikov", 2, [0.7, 0.3, 0, 0]),
+    ("epanechnikov", E2, [1, 0, 0, 0]),
+    ("biweight", 1, [0.501619, 0.369969, 0.128344, 0.000068]),
+    ("biweight", 2, [0.634660, 0.355998, 0.009342, 0]),
+    ("biweight", E2, [0.945496, 0.054504, 0, 0]),
+    ("triweight", 1, [0.461808, 0.352326, 0.157133, 0.028733]),
+    ("triweight", 2, [0.593947, 0.353773, 0.052280, 0]),
+    ("triweight", E2, [0.895363, 0.104637, 0, 0]),
+    ("relumax", 1, [0.476190, 0.380952, 0.142857, 0]),
+    ("relumax", 2, [0.625, 0.375, 0, 0]),
+    ("relumax", E2, [1, 0, 0, 0]),
+    ("normrelu", 1, [0.666667, 0.333333, 0, 0]),
+    ("normrelu", 2, [1, 0, 0, 0]),
+    ("normrelu", E2, [0, 0, 0, 0]),
+    ("knn_gaussian?k=2", 1, [0.549834, 0.450166, 0, 0]),
+    ("knn_gaussian?k=2", 2, [0.598688, 0.401312, 0, 0]),
+    ("knn_gaussian?k=2", E2, [0.814242, 0.185758, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("name", "scale", "expected"), VALUES)
+def test_values(name, scale, expected):
+    w = parzen.weights(torch.tensor(COSINES, dtype=torch.float64), name, scale=scale)
+    torch.testing.assert_close(w, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=5.1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "tau", "bandwidth"),
+    [
+        ("epanechnikov", 1, 0.3, 1.183216),
+        ("epanechnikov", 2, 1.1, 0.948683),
+        ("epanechnikov", E2, None, 0.686054),
+        ("biweight", 1, -0.258251, 1.741552),
+        ("biweight", 2, None, 1.339146),
+        ("biweight", E2, None, 0.852280),
+        ("triweight", 1, -0.472954, 2.199483),
+        ("triweight", 2, None, 1.649776),
+        ("triweight", E2, None, 0.991282),
+    ],
+)
+def test_thresholds_and_bandwidths(name, scale, tau, bandwidth):
+    # Unit vectors in the plane at the given cosines from the query.
+    key = torch.tensor([[c, math.sqrt(1 - c * c)] for c in COSINES], dtype=torch.float64)
+    query = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    row = parzen.attention_weights(query, key, kernel=name, scale=float(scale))
+    assert row.bandwidth.item() == pytest.approx(bandwidth, abs=5.1e-7)
+    if tau is not None:
+        assert row.tau.item() == pytest.approx(tau, abs=5.1e-7)
