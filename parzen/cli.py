@@ -129,8 +129,10 @@ def _add_demo(commands: Commands[Parser]) -> None:
     command.add_argument("--to", type=Path, metavar="DIR", help="where results go (default: runs/demo)")
     command.add_argument("--kernels", type=_kernel_names, metavar="A,B", help="default: four of the table")
     command.add_argument("--minutes", type=_positive, help="about how long, in all (default: 4)")
-    command.add_argument("--steps", type=_count, help="training steps per kernel, instead of --minutes")
-    command.add_argument("--seed", type=int, help="of weights, batches and built-in stories (default: 0)")
+    command.add_argument("--steps", type=_whole(1), help="training steps per kernel, instead of --minutes")
+    command.add_argument(
+        "--seed", type=_whole(0), help="of weights, batches and built-in stories (default: 0)"
+    )
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -165,10 +167,13 @@ def _positive(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number ≥ 1, got {text!r}")
-    return int(text)
+def _whole(least: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) >= least):
+            raise argparse.ArgumentTypeError(f"expected a whole number ≥ {least}, got {text!r}")
+        return int(text)
+
+    return read
 
 
 def _kernel_names(text: str) -> tuple[str, ...]:

@@ -48,8 +48,8 @@ class DemoConfig:
     seed: int = 0
     vocab: int = 2048
     context: int = 128
-    batch: int = 16
-    lr: float = 5e-3
+    batch: int = 4
+    lr: float = 1e-2
     layers: int = 2
     heads: int = 4
     width: int = 128
@@ -83,7 +83,6 @@ def run(config: DemoConfig) -> int:
         UserError: files that cannot be read or written.
     """
     began = time.monotonic()
-    use_all_cores()
     # Better to learn now than in four minutes that nothing can be written.
     write_whole(config.to / "config.json", _json(asdict(config)))
     stories = load_stories(
@@ -98,6 +97,7 @@ def run(config: DemoConfig) -> int:
     results: list[Result] = []
     status = 0
     try:
+        _choose_threads(config, stories)
         steps = config.steps or _steps(config, stories, 60 * config.minutes - (time.monotonic() - began))
         print(
             f"{len(config.kernels)} kernels, each {steps} steps of {config.batch} × {config.context} tokens; "
@@ -114,12 +114,6 @@ def run(config: DemoConfig) -> int:
     return status
 
 
-def use_all_cores() -> None:
-    """torch counts physical cores; a small model gains from every core that this process may use."""
-    if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-
-
 def _model(config: DemoConfig, vocab: int, kernel: str) -> Mosaic:
     torch.manual_seed(config.seed)
     return Mosaic(
@@ -127,21 +121,42 @@ def _model(config: DemoConfig, vocab: int, kernel: str) -> Mosaic:
     )
 
 
+def _seconds_a_step(config: DemoConfig, stories: Stories, kernel: str, steps: int) -> float:
+    model = _model(config, stories.vocab, kernel)
+    batches = stories.batches(config.batch, config.context, config.seed)
+    return median(step.seconds for step in train(model, batches, TrainConfig(steps, lr=config.lr)))
+
+
+def _choose_threads(config: DemoConfig, stories: Stories) -> None:
+    """All cores that this process may use, or one if others keep them busy.
+
+    Threads that wait for a core taken by another program can make a step many times slower.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    times = {}
+    for threads in {1, cores}:
+        torch.set_num_threads(threads)
+        times[threads] = _seconds_a_step(config, stories, config.kernels[0], 5)
+    torch.set_num_threads(min(times, key=times.__getitem__))
+
+
 def _steps(config: DemoConfig, stories: Stories, seconds: float) -> int:
     """How many steps each kernel can take if all of them are to end in ``seconds``."""
     inputs, targets = stories.windows(config.context)
+    part = inputs[:32], targets[:32]
+    windows = len(inputs) + config.curve * config.sample + 2 * config.share_windows
     a_step = evaluations = 0.0
-    windows = len(inputs) + config.curve * min(config.sample, len(inputs)) + 4 * config.share_windows
+    began = time.monotonic()
     for name in config.kernels:
-        model = _model(config, stories.vocab, name)
-        batches = stories.batches(config.batch, config.context, config.seed)
-        trial = [step.seconds for step in train(model, batches, TrainConfig(steps=8, lr=config.lr))]
-        a_step += median(trial[2:])
+        a_step += _seconds_a_step(config, stories, name, 8)
         start = time.perf_counter()
-        evaluate.loss(model, (inputs[:32], targets[:32]))
-        evaluations += (time.perf_counter() - start) / min(32, len(inputs)) * windows
+        evaluate.loss(_model(config, stories.vocab, name), part)
+        evaluations += (time.perf_counter() - start) / len(part[0]) * windows
+    spent = time.monotonic() - began
     # The rest goes to the figure and to what else the machine is doing.
-    return max(1, int((0.95 * seconds - evaluations) / a_step))
+    return max(1, int((0.95 * seconds - spent - evaluations) / a_step))
 
 
 def _train(

@@ -1,0 +1,169 @@
+"""The command line: what it prints, and one clear line with status 2 for every mistake."""
+
+import builtins
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import parzen
+from parzen.cli import main
+from parzen.kernels import KERNELS, UnitMass, kernel
+from parzen.lab import figures
+
+
+def fails(capsys, *argv):
+    """The error line of a command that must fail with status 2."""
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("parzen: error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    return err.removeprefix("parzen: error: ").rstrip()
+
+
+def test_kernels_prints_every_row(capsys):
+    assert main(["kernels"]) == 0
+    header, _, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[0] == "name"
+    assert [line.split()[0] for line in lines] == list(KERNELS)
+    for line, row in zip(lines, KERNELS.values(), strict=True):
+        for cell in (*row.aliases, row.ml_name, row.statistical_name, *row.parameters, row.source):
+            assert cell in line
+    assert "[t]₊³" in lines[list(KERNELS).index("triweight")]
+
+
+def test_info_and_version(capsys):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert f"parzen: {parzen.__version__}\n" in out
+    assert "backends: " in out
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"parzen {parzen.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        (["kernels", "--colour"], "unrecognized arguments: --colour"),
+        (["kernels", "--figure", "a.pdf"], "written as .png or .svg, got 'a.pdf'"),
+        (["demo", "--steps", "0"], "whole number ≥ 1, got '0'"),
+        (["demo", "--steps", "1.5"], "whole number ≥ 1, got '1.5'"),
+        (["demo", "--minutes", "nan"], "number > 0, got 'nan'"),
+        (["demo", "--minutes", "-1"], "number > 0, got '-1'"),
+        (["demo", "--minutes", "soon"], "number > 0, got 'soon'"),
+        (["demo", "--seed", "-1"], "whole number ≥ 0, got '-1'"),
+        (["demo", "--kernels", "gaussian,foo"], "unknown kernel 'foo'; known: gaussian"),
+        (["demo", "--kernels", "relumax?margin=-1"], "margin must be"),
+        (["demo", "--kernels", "biweight,biweight"], "named twice"),
+        (["demo", "--kernels", ""], "unknown kernel ''"),
+    ],
+)
+def test_a_mistake_gets_one_line(capsys, argv, message):
+    assert message in fails(capsys, *argv)
+
+
+def test_help_works_for_every_command(capsys):
+    for argv in (["--help"], ["kernels", "--help"], ["demo", "--help"], ["info", "--help"]):
+        with pytest.raises(SystemExit) as stop:
+            main(argv)
+        assert stop.value.code == 0
+        assert capsys.readouterr().out.startswith("usage: parzen")
+
+
+@pytest.mark.parametrize("missing", ["tokenizers", "matplotlib"])
+def test_missing_extras_are_named(monkeypatch, capsys, missing):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.partition(".")[0] == missing:
+            raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+        return real(name, *rest)
+
+    for name in [n for n in sys.modules if n.startswith("parzen.lab.")]:
+        if name not in ("parzen.lab.console", "parzen.lab.errors"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without)
+    argv = ("demo",) if missing == "tokenizers" else ("kernels", "--figure", "a.png")
+    assert fails(capsys, *argv) == f"{missing} is not installed; run: pip install 'parzen[lab]'"
+    assert main(["kernels"]) == 0
+
+
+def run(*argv, **options):
+    return subprocess.run([sys.executable, "-m", "parzen", *argv], encoding="utf-8", check=False, **options)
+
+
+def test_python_m_parzen_and_a_terminal_without_unicode():
+    done = run("kernels", capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0
+    assert "[t]??" in done.stdout
+
+
+def test_a_full_disk_behind_stdout():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    with open("/dev/full", "w") as full:
+        done = run("kernels", stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "parzen: error: cannot write the output: No space left on device\n",
+    )
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run("kernels", stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- the figure ----------------------------------------------------------------------------------
+
+
+def test_figure_is_written_and_equal_each_time(tmp_path, capsys):
+    for name, magic in (("a.png", b"\x89PNG"), ("a.svg", b"<?xml")):
+        files = [tmp_path / "new" / f"{i}{name}" for i in range(2)]
+        for file in files:
+            assert main(["kernels", "--figure", str(file)]) == 0
+        first, second = (file.read_bytes() for file in files)
+        assert first.startswith(magic)
+        assert first == second
+    assert "saved" in capsys.readouterr().out
+
+
+def test_figure_names_every_kernel(tmp_path):
+    with figures.rc_context({"svg.fonttype": "none"}):
+        drawn = figures.kernels_figure("svg").decode()
+    # entmax's default row is the biweight again.
+    for name in KERNELS.keys() - {"entmax"}:
+        assert name in drawn
+
+
+def test_figure_where_nothing_can_be_written(capsys):
+    assert "cannot write /proc/a.png" in fails(capsys, "kernels", "--figure", "/proc/a.png")
+
+
+FREE = ("relumax?margin=2", "normrelu?radius=0.7", "power?r=2&margin=1")
+
+
+@pytest.mark.parametrize("name", [*(n for n in KERNELS if "knn" not in n), *FREE])
+@pytest.mark.parametrize("h", [0.8, 1.3])
+def test_the_drawn_curves_are_what_attention_does(name, h):
+    """Weights of keys at distances u from the query, the best at 0, are proportional to K(u)."""
+    chosen = kernel(name)
+    u = torch.linspace(0, 1.9, 40, dtype=torch.float64)
+    angle = 2 * torch.asin(u / 2)
+    keys = torch.stack([torch.cos(angle), torch.sin(angle)], -1)
+    seen = parzen.attention_weights(keys[:1], keys, scale=1 / h**2, kernel=chosen)
+    # A support that adapts ends at the radius H that the call reports.
+    adapts = isinstance(chosen.rule, UnitMass)
+    drawn = figures.falloff(chosen, u.numpy(), seen.bandwidth.item() if adapts else h)
+    assert_close(seen.weights[0] / seen.weights[0, 0], torch.from_numpy(drawn))
