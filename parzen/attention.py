@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from parzen import kernels
-from parzen.backends import BACKENDS, Call, choose, reference
+from parzen.backends import BACKENDS, Call, choose, cpu, reference
 from parzen.kernels import Kernel, Number, Power, WithinMargin, lower
 
 
@@ -227,6 +227,7 @@ def info() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.is_available(),
         "backends": list(BACKENDS),
+        "cpu engine": cpu.info(),
     }
 
 

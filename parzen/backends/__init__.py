@@ -56,6 +56,6 @@ def choose(call: Call, name: str = "auto") -> tuple[str, ModuleType]:
 
 
 # At the end: the backends import Call from here.
-from parzen.backends import reference, sdpa  # noqa: E402
+from parzen.backends import cpu, reference, sdpa  # noqa: E402
 
-BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "reference": reference, "cpu": cpu}

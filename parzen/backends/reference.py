@@ -248,15 +248,6 @@ def along_keys(x: Number) -> Number:
     return x.unsqueeze(-1) if isinstance(x, Tensor) else x
 
 
-def _sound(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x with the rows (last axis) that hold NaN or ∞ set to 0, and which these were.
-
-    0·NaN is NaN: without this, one bad key would spoil rows that may not see it.
-    """
-    sound = torch.isfinite(x).all(-1, keepdim=True)
-    return torch.where(sound, x, 0), ~sound.squeeze(-1)
-
-
 def per_query_head(x: Tensor, heads: int) -> Tensor:
     """(B, Hk, …) repeated to (B, H, …) for grouped queries."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -266,7 +257,11 @@ def scores(call: Call) -> Tensor:
     """s (B, H, T, S), −∞ where a key is not allowed; float32, or float64 for float64 inputs."""
     dtype = compute_dtype(call.q.dtype)
     q = call.q.to(dtype)
-    k, spoilt = _sound(per_query_head(call.k.to(dtype), q.shape[1]))
+    k = per_query_head(call.k.to(dtype), q.shape[1])
+    # 0·NaN is NaN: a bad key is taken out of the products, or its gradient would spoil rows that may
+    # not see it, and put back into the scores.
+    sound = torch.isfinite(k).all(-1, keepdim=True)
+    k, spoilt = torch.where(sound, k, 0), ~sound.squeeze(-1)
     scale = along_keys(call.scale)
     s = (q @ k.mT) * (scale.to(dtype) if isinstance(scale, Tensor) else scale)
     s = torch.where(spoilt[:, :, None, :], torch.nan, s)
@@ -303,8 +298,11 @@ def why_not(call: Call) -> str | None:
 def run(call: Call) -> Tensor:
     """o = w·v (B, H, T, Ev), in the dtype of v."""
     w, _ = weights(call)
-    v, spoilt = _sound(per_query_head(call.v.to(w.dtype), w.shape[1]))
-    touched = ((w > 0).to(w.dtype) @ spoilt.to(w.dtype).unsqueeze(-1)) > 0
+    v = per_query_head(call.v.to(w.dtype), w.shape[1])
+    sound = torch.isfinite(v)
+    # Likewise for values, coordinate by coordinate.
+    touched = ((w > 0).to(w.dtype) @ (~sound).to(w.dtype)) > 0
+    v = torch.where(sound, v, 0)
     if call.dropout > 0:
         w = F.dropout(w, call.dropout)
     return torch.where(touched, torch.nan, w @ v).to(call.v.dtype)
