@@ -287,7 +287,7 @@ void forward_item(const void* data, int64_t number, char* memory) {
   const Tile<T> tile = tile_at(P, head / A.H, head % A.H, tiles - 1 - number % tiles);
   if (tile.n == 0) return;
 
-  pack_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
+  copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
   for (int64_t i = 0; i < tile.n; i++) {
     Row<T>& row = scratch.row[i];
     row.r = P.exponent(tile.b, tile.h, tile.i0 + i);
@@ -391,19 +391,29 @@ int32_t forward_kind(const Args& A) {
 // ---- backward, over the queries ------------------------------------------------------------------
 
 template <class T>
-struct QueryScratch {
-  T *queries, *douts, *s, *p, *a, *dw, *strip_s, *dq;
-  QueryScratch(Pieces& pieces, const Args& A, int64_t stride) {
+struct BackwardScratch {
+  T *queries, *douts, *s, *block_p, *block_ds, *dq, *p, *a, *dw, *strip_s;
+  BackwardScratch(Pieces& pieces, const Args& A, int64_t stride) {
     queries = pieces.take<T>(ROWS * A.E);
     douts = pieces.take<T>(ROWS * A.D);
     s = pieces.take<T>(MR * BLOCK);
-    p = pieces.take<T>(MR * BLOCK);
+    block_p = pieces.take<T>(ROWS * BLOCK);
+    block_ds = pieces.take<T>(ROWS * BLOCK);
     dq = pieces.take<T>(ROWS * A.E);
+    // Strips: one value for each row of a dense tile and each key it may look at.
+    p = pieces.take<T>(ROWS * stride);
     a = pieces.take<T>(ROWS * stride);
     dw = pieces.take<T>(ROWS * stride);
     strip_s = pieces.take<T>(ROWS * stride);
   }
 };
+
+template <class T>
+void load_tile(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& scratch) {
+  const Args& A = P.A;
+  copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
+  copy_rows(P.at_query(A.dout, tile.b, tile.h, tile.i0), A.dout.i, tile.n, A.D, (const T*)nullptr, scratch.douts);
+}
 
 // What the mean μ and the gradient of r sum over the support of a row.
 template <class T>
@@ -441,7 +451,7 @@ INLINE T* bias_row(const Problem<T>& P, const Tile<T>& tile, int64_t i) {
 }
 
 template <Kind K, class T>
-void queries_sparse(const Problem<T>& P, const Tile<T>& tile, QueryScratch<T>& scratch) {
+void queries_sparse(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& scratch) {
   const Args& A = P.A;
   const Dropout dropout(A);
   const bool unit_mass = A.rule == UNIT_MASS;
@@ -523,19 +533,18 @@ void queries_sparse(const Problem<T>& P, const Tile<T>& tile, QueryScratch<T>& s
 }
 
 template <Kind K, class T>
-void queries_dense(const Problem<T>& P, const Tile<T>& tile, QueryScratch<T>& scratch) {
+void queries_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& scratch) {
   const Args& A = P.A;
   const Dropout dropout(A);
   const bool unit_mass = A.rule == UNIT_MASS;
   const int64_t ld = P.list_stride, base = tile.first * BLOCK, width = (tile.last - tile.first) * BLOCK;
-  pack_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
-  pack_rows(P.at_query(A.dout, tile.b, tile.h, tile.i0), A.dout.i, tile.n, A.D, (const T*)nullptr, scratch.douts);
   Sums<T> sums[ROWS];
   for (int64_t block = tile.first; block < tile.last; block++) {
     const int64_t column = block * BLOCK - base;
     for (int64_t g = 0; g < tile.n; g += MR) {
       if (!score_block(P, tile, g, block, scratch.queries, scratch.s, BLOCK)) {
         for (int64_t i = g; i < smaller(g + MR, tile.n); i++) {
+          memset(scratch.p + i * ld + column, 0, BLOCK * sizeof(T));
           memset(scratch.a + i * ld + column, 0, BLOCK * sizeof(T));
           memset(scratch.dw + i * ld + column, 0, BLOCK * sizeof(T));
           for (int64_t j = 0; j < BLOCK; j++) scratch.strip_s[i * ld + column + j] = -INFINITY;
@@ -543,11 +552,11 @@ void queries_dense(const Problem<T>& P, const Tile<T>& tile, QueryScratch<T>& sc
         continue;
       }
       scores(scratch.douts + g * A.D, P.value_panels + (P.first_block(tile.b, tile.hk) + block) * BLOCK * A.D, A.D,
-             scratch.p, BLOCK);
+             scratch.block_p, BLOCK);
       for (int64_t i = g; i < smaller(g + MR, tile.n); i++) {
         const int64_t row = tile.row0 + i;
         const Shape<K, T> shape(((const Stats<T>*)A.stats)[row], P.exponent(tile.b, tile.h, tile.i0 + i));
-        T* dw = scratch.p + (i - g) * BLOCK;
+        T *dw = scratch.block_p + (i - g) * BLOCK, *strip = scratch.p + i * ld + column;
         if (A.dropout > 0) {
           const uint32_t key = dropout.row(row);
           for (int64_t j = 0; j < BLOCK; j++) dw[j] *= dropout.keep<T>(key, (uint32_t)(block * BLOCK + j));
@@ -563,9 +572,14 @@ void queries_dense(const Problem<T>& P, const Tile<T>& tile, QueryScratch<T>& sc
             sums[i].g += factor;
             sums[i].g_dw += factor * y;
           }
+          store(strip + j, p);
           store(scratch.a + i * ld + column + j, a);
           store(scratch.dw + i * ld + column + j, y);
           if (A.rule == MARGIN) store(scratch.strip_s + i * ld + column + j, x);
+        }
+        if (A.dropout > 0) {
+          const uint32_t key = dropout.row(row);
+          for (int64_t j = 0; j < BLOCK; j++) strip[j] *= dropout.keep<T>(key, (uint32_t)(block * BLOCK + j));
         }
       }
     }
@@ -610,6 +624,16 @@ void queries_dense(const Problem<T>& P, const Tile<T>& tile, QueryScratch<T>& sc
   for (int64_t i = 0; i < tile.n; i++) finish_query(P, tile, i, scratch.dq + i * A.E);
 }
 
+template <Kind K, class T>
+void queries(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& scratch) {
+  if (P.A.where[tile.number] >= 0) {
+    queries_sparse<K, T>(P, tile, scratch);
+  } else {
+    load_tile(P, tile, scratch);
+    queries_dense<K, T>(P, tile, scratch);
+  }
+}
+
 // Tiles that add to the same element of the bias gradient form one item, visited in order.
 template <class T>
 struct Groups {
@@ -628,7 +652,7 @@ template <Kind K, class T>
 void queries_item(const void* data, int64_t number, char* memory) {
   const Problem<T>& P = *(const Problem<T>*)data;
   Pieces pieces = {memory};
-  QueryScratch<T> scratch(pieces, P.A, P.list_stride);
+  BackwardScratch<T> scratch(pieces, P.A, P.list_stride);
   const Groups<T> groups(P.A);
   const int64_t t = groups.t - 1 - number % groups.t, h = number / groups.t % groups.h, b = number / groups.t / groups.h;
   for (int64_t bb = b * groups.bs; bb < (b + 1) * groups.bs; bb++)
@@ -636,32 +660,11 @@ void queries_item(const void* data, int64_t number, char* memory) {
       for (int64_t tt = t * groups.ts; tt < (t + 1) * groups.ts; tt++) {
         const Tile<T> tile = tile_at(P, bb, hh, tt);
         if (tile.n == 0) continue;
-        if (P.A.where[tile.number] >= 0) queries_sparse<K, T>(P, tile, scratch);
-        else queries_dense<K, T>(P, tile, scratch);
+        queries<K, T>(P, tile, scratch);
       }
 }
 
 // ---- backward, over the keys ---------------------------------------------------------------------
-
-template <class T>
-struct KeyScratch {
-  T *queries, *douts, *scaled, *p, *ds;
-  KeyScratch(Pieces& pieces, const Args& A) {
-    queries = pieces.take<T>(ROWS * A.E);
-    douts = pieces.take<T>(ROWS * A.D);
-    scaled = pieces.take<T>(ROWS * A.E);
-    p = pieces.take<T>(ROWS * BLOCK);
-    ds = pieces.take<T>(ROWS * BLOCK);
-  }
-};
-
-template <class T>
-void scale_queries(const Problem<T>& P, const Tile<T>& tile, T* out) {
-  for (int64_t i = 0; i < tile.n; i++) {
-    const T* q = P.at_query(P.A.q, tile.b, tile.h, tile.i0 + i);
-    for (int64_t e = 0; e < P.A.E; e++) out[i * P.A.E + e] = q[e] * tile.scale[i];
-  }
-}
 
 template <class T>
 INLINE int64_t lower_bound(const int32_t* index, int64_t n, int64_t key) {
@@ -697,10 +700,9 @@ void scatter(T* x, int64_t ld, const T* w, const int32_t* index, int64_t n, cons
 }
 
 template <class T>
-void keys_sparse(const Problem<T>& P, const Tile<T>& tile, KeyScratch<T>& scratch, int64_t from, int64_t to) {
+void keys_sparse(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& scratch, int64_t from, int64_t to) {
   const Args& A = P.A;
   T *dk = P.at_key(A.dk, tile.b, tile.hk, 0), *dv = P.at_key(A.dv, tile.b, tile.hk, 0);
-  scale_queries(P, tile, scratch.scaled);
   const bool whole = from == 0 && to >= P.keys(tile.b);
   int64_t offset = A.where[tile.number];
   for (int64_t i = 0; i < tile.n; i++) {
@@ -708,25 +710,22 @@ void keys_sparse(const Problem<T>& P, const Tile<T>& tile, KeyScratch<T>& scratc
     const int32_t* index = A.index + offset;
     const int64_t lo = whole ? 0 : lower_bound<T>(index, n, from), hi = whole ? n : lower_bound<T>(index, n, to);
     scatter(dv, A.dv.i, P.list_p + offset + lo, index + lo, hi - lo, P.at_query(A.dout, tile.b, tile.h, tile.i0 + i), A.D);
-    scatter(dk, A.dk.i, P.list_ds + offset + lo, index + lo, hi - lo, scratch.scaled + i * A.E, A.E);
+    scatter(dk, A.dk.i, P.list_ds + offset + lo, index + lo, hi - lo, scratch.queries + i * A.E, A.E);
     offset += n;
   }
 }
 
 template <Kind K, class T>
-void keys_dense(const Problem<T>& P, const Tile<T>& tile, KeyScratch<T>& scratch, int64_t from, int64_t to) {
+void keys_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& scratch, int64_t from, int64_t to) {
   const Args& A = P.A;
   const Dropout dropout(A);
   const int64_t first = larger(tile.first, from / BLOCK), last = smaller(tile.last, tiles_of(to, BLOCK));
   if (first >= last) return;
-  pack_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
-  pack_rows(P.at_query(A.dout, tile.b, tile.h, tile.i0), A.dout.i, tile.n, A.D, (const T*)nullptr, scratch.douts);
-  scale_queries(P, tile, scratch.scaled);
   for (int64_t block = first; block < last; block++) {
     const int64_t j0 = block * BLOCK, width = smaller(BLOCK, P.keys(tile.b) - j0);
     int64_t begin = tile.n, end = 0;
     for (int64_t g = 0; g < tile.n; g += MR) {
-      T *p = scratch.p + g * BLOCK, *ds = scratch.ds + g * BLOCK;
+      T *p = scratch.block_p + g * BLOCK, *ds = scratch.block_ds + g * BLOCK;
       const int64_t rows = smaller(MR, tile.n - g);
       if (!score_block(P, tile, g, block, scratch.queries, p, BLOCK)) {
         memset(p, 0, rows * BLOCK * sizeof(T));
@@ -759,11 +758,21 @@ void keys_dense(const Problem<T>& P, const Tile<T>& tile, KeyScratch<T>& scratch
     }
     if (begin >= end) continue;
     const int64_t n = end - begin;
-    gemm(P.at_key(A.dv, tile.b, tile.hk, j0), A.dv.i, scratch.p + begin * BLOCK, 1, BLOCK,
-         P.at_query(A.dout, tile.b, tile.h, tile.i0 + begin), A.dout.i, width, A.D, n);
-    gemm(P.at_key(A.dk, tile.b, tile.hk, j0), A.dk.i, scratch.ds + begin * BLOCK, 1, BLOCK,
-         scratch.scaled + begin * A.E, A.E, width, A.E, n);
+    gemm(P.at_key(A.dv, tile.b, tile.hk, j0), A.dv.i, scratch.block_p + begin * BLOCK, 1, BLOCK,
+         scratch.douts + begin * A.D, A.D, width, A.D, n);
+    gemm(P.at_key(A.dk, tile.b, tile.hk, j0), A.dk.i, scratch.block_ds + begin * BLOCK, 1, BLOCK,
+         scratch.queries + begin * A.E, A.E, width, A.E, n);
   }
+}
+
+// The same from the strips that queries_dense has just left: nothing is computed twice.
+template <class T>
+void keys_from_strips(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& scratch) {
+  const Args& A = P.A;
+  const int64_t ld = P.list_stride, j0 = tile.first * BLOCK;
+  const int64_t n = smaller(tile.last * BLOCK, P.keys(tile.b)) - j0;
+  gemm(P.at_key(A.dv, tile.b, tile.hk, j0), A.dv.i, scratch.p, 1, ld, scratch.douts, A.D, n, A.D, tile.n);
+  gemm(P.at_key(A.dk, tile.b, tile.hk, j0), A.dk.i, scratch.a, 1, ld, scratch.queries, A.E, n, A.E, tile.n);
 }
 
 template <class T>
@@ -772,26 +781,56 @@ struct KeyJob {
   int64_t chunk, chunks;  // keys in a chunk, chunks of one head
 };
 
+template <class T>
+void clear_keys(const Problem<T>& P, int64_t b, int64_t hk, int64_t from, int64_t to) {
+  for (int64_t j = from; j < to; j++) {
+    memset(P.at_key(P.A.dk, b, hk, j), 0, P.A.E * sizeof(T));
+    memset(P.at_key(P.A.dv, b, hk, j), 0, P.A.D * sizeof(T));
+  }
+}
+
 template <Kind K, class T>
 void keys_item(const void* data, int64_t number, char* memory) {
   const KeyJob<T>& job = *(const KeyJob<T>*)data;
   const Problem<T>& P = job.P;
   const Args& A = P.A;
   Pieces pieces = {memory};
-  KeyScratch<T> scratch(pieces, A);
+  BackwardScratch<T> scratch(pieces, A, P.list_stride);
   const int64_t hk = number / job.chunks % A.Hk, b = number / job.chunks / A.Hk, group = A.H / A.Hk;
   const int64_t from = number % job.chunks * job.chunk, to = smaller(P.keys(b), from + job.chunk);
-  if (from >= to) return;
-  for (int64_t j = from; j < to; j++) {
-    memset(P.at_key(A.dk, b, hk, j), 0, A.E * sizeof(T));
-    memset(P.at_key(A.dv, b, hk, j), 0, A.D * sizeof(T));
-  }
+  clear_keys(P, b, hk, from, to);
   for (int64_t h = hk * group; h < (hk + 1) * group; h++)
     for (int64_t t = 0; t < tiles_of(A.T, ROWS); t++) {
       const Tile<T> tile = tile_at(P, b, h, t);
       if (tile.n == 0 || tile.first * BLOCK >= to || tile.last * BLOCK <= from) continue;
+      load_tile(P, tile, scratch);
       if (A.where[tile.number] >= 0) keys_sparse(P, tile, scratch, from, to);
       else keys_dense<K, T>(P, tile, scratch, from, to);
+    }
+}
+
+// Both sides of one key head by one thread, where there are heads enough for all threads. Every sum
+// has the order it has above.
+template <Kind K, class T>
+void head_item(const void* data, int64_t number, char* memory) {
+  const Problem<T>& P = *(const Problem<T>*)data;
+  const Args& A = P.A;
+  Pieces pieces = {memory};
+  BackwardScratch<T> scratch(pieces, A, P.list_stride);
+  const int64_t hk = number % A.Hk, b = number / A.Hk, group = A.H / A.Hk;
+  clear_keys(P, b, hk, 0, P.keys(b));
+  for (int64_t h = hk * group; h < (hk + 1) * group; h++)
+    for (int64_t t = 0; t < tiles_of(A.T, ROWS); t++) {
+      const Tile<T> tile = tile_at(P, b, h, t);
+      if (tile.n == 0) continue;
+      load_tile(P, tile, scratch);
+      if (A.where[tile.number] >= 0) {
+        queries_sparse<K, T>(P, tile, scratch);
+        keys_sparse(P, tile, scratch, 0, P.keys(b));
+      } else {
+        queries_dense<K, T>(P, tile, scratch);
+        if (tile.last > tile.first) keys_from_strips(P, tile, scratch);
+      }
     }
 }
 
@@ -822,20 +861,19 @@ int32_t backward_kind(const Args& A) {
     P.list_p = lists, P.list_ds = lists + entries, P.mu = lists + 2 * entries, P.tie = P.mu + all_rows;
     if (dense) failed = pack_keys(P, A.k, A.E, keys) || pack_keys(P, A.v, A.D, values);
   }
-  if (!failed) {
-    Pieces pieces = {nullptr};
-    QueryScratch<T> measure(pieces, A, P.list_stride);
-    const Groups<T> groups(A);
+  Pieces pieces = {nullptr};
+  BackwardScratch<T> measure(pieces, A, P.list_stride);
+  const int64_t heads = A.B * A.Hk, rounds = tiles_of(heads, larger(1, A.threads));
+  const Groups<T> groups(A);
+  if (!failed && groups.bs == 1 && groups.hs == 1 && heads * 5 >= rounds * A.threads * 4) {
+    failed = run(A, {head_item<K, T>, &P, heads, pieces.used});
+  } else if (!failed) {
     failed = run(A, {queries_item<K, T>, &P, groups.b * groups.h * groups.t, pieces.used});
-  }
-  if (!failed) {
     // Enough chunks for the threads, each of whole blocks.
-    const int64_t heads = larger(1, A.B * A.Hk), wanted = tiles_of(4 * A.threads, heads);
+    const int64_t wanted = tiles_of(4 * A.threads, larger(1, heads));
     KeyJob<T> job = {P, larger(4, tiles_of(tiles_of(A.S, BLOCK), wanted)) * BLOCK, 0};
     job.chunks = tiles_of(A.S, job.chunk);
-    Pieces pieces = {nullptr};
-    KeyScratch<T> measure(pieces, A);
-    failed = run(A, {keys_item<K, T>, &job, A.B * A.Hk * job.chunks, pieces.used});
+    if (!failed) failed = run(A, {keys_item<K, T>, &job, heads * job.chunks, pieces.used});
   }
   free(keys);
   free(values);

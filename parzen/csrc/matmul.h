@@ -11,43 +11,65 @@ template <class T>
 constexpr int NR = REGISTER_VECTORS* LANES<T>;  // keys in a panel
 constexpr int BLOCK = 64;                       // keys in a block: one or more panels
 
-// Keys [0, n) of x as panels (key/NR, e, key%NR), zeros up to the end of the last block.
-template <class T>
-void pack_panels(const T* x, int64_t ld, int64_t n, int64_t E, T* out) {
-  for (int64_t first = 0; first < (n + BLOCK - 1) / BLOCK * BLOCK; first += NR<T>, out += NR<T> * E) {
-    const int64_t m = n - first;
-    // Sixteen elements of a row at a time: each source line is read once, all writes stay in cache.
-    for (int64_t e = 0; e < E; e += 16)
-      for (int64_t j = 0; j < NR<T>; j++)
-        for (int64_t l = 0; l < 16; l++)
-          out[(e + l) * NR<T> + j] = j < m ? x[(first + j) * ld + e + l] : T(0);
+// x[i][l] becomes x[l][i], by exchanging blocks of 1, 2, 4, … lanes between pairs of rows.
+template <class T, int W = 1>
+INLINE void transpose(V<T>* x) {
+  if constexpr (W < LANES<T>) {
+    I<T> low, high;
+    for (int l = 0; l < LANES<T>; l++) {
+      low[l] = l & W ? LANES<T> + l - W : l;
+      high[l] = l & W ? LANES<T> + l : l + W;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES<T>; i++)
+      if (!(i & W)) {
+        const V<T> a = x[i], b = x[i + W];
+        x[i] = __builtin_shuffle(a, b, low);
+        x[i + W] = __builtin_shuffle(a, b, high);
+      }
+    transpose<T, 2 * W>(x);
   }
 }
 
-// Rows [0, n) of x times their factors, as groups (row/MR, e, row%MR), zeros after the last.
+// Keys [0, n) of x as panels (key/NR, e, key%NR), zeros up to the end of the last block.
 template <class T>
-void pack_rows(const T* x, int64_t ld, int64_t n, int64_t E, const T* factor, T* out) {
-  for (int64_t first = 0; first < n; first += MR, out += MR * E)
-    for (int64_t i = 0; i < MR; i++)
-      for (int64_t e = 0; e < E; e++)
-        out[e * MR + i] =
-            first + i < n ? (factor ? x[(first + i) * ld + e] * factor[first + i] : x[(first + i) * ld + e]) : T(0);
+void pack_panels(const T* x, int64_t ld, int64_t n, int64_t E, T* out) {
+  for (int64_t first = 0; first < (n + BLOCK - 1) / BLOCK * BLOCK; first += NR<T>, out += NR<T> * E)
+    for (int64_t j = 0; j < NR<T>; j += LANES<T>)
+      for (int64_t e = 0; e < E; e += LANES<T>) {
+        V<T> square[LANES<T>];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES<T>; i++)
+          square[i] = first + j + i < n ? load(x + (first + j + i) * ld + e) : V<T>{};
+        transpose<T>(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES<T>; i++) store(out + (e + i) * NR<T> + j, square[i]);
+      }
 }
 
-// out[i, j] = Σ_e rows[e, i]·panel[e, j] for one group of rows and one block of keys.
+// Rows [0, n) of x times their factors, then zero rows up to a whole group.
+template <class T>
+void copy_rows(const T* x, int64_t ld, int64_t n, int64_t E, const T* factor, T* out) {
+  for (int64_t i = 0; i < n; i++) {
+    const T f = factor ? factor[i] : 1;
+    for (int64_t e = 0; e < E; e += LANES<T>) store<T>(out + i * E + e, load(x + i * ld + e) * f);
+  }
+  for (int64_t i = n; i % MR; i++) memset(out + i * E, 0, E * sizeof(T));
+}
+
+// out[i, j] = Σ_e rows[i, e]·panel[e, j] for one group of rows and one block of keys.
 template <class T>
 __attribute__((noinline)) void scores(const T* rows, const T* panel, int64_t E, T* out, int64_t ld) {
   for (int p = 0; p < BLOCK / NR<T>; p++, panel += NR<T> * E) {
     V<T> acc[MR][REGISTER_VECTORS] = {};
-    const T* a = rows;
     const T* b = panel;
-    for (int64_t e = 0; e < E; e++, a += MR, b += NR<T>) {
+    for (int64_t e = 0; e < E; e++, b += NR<T>) {
       V<T> key[REGISTER_VECTORS];
 #pragma GCC unroll 8
       for (int c = 0; c < REGISTER_VECTORS; c++) key[c] = load(b + c * LANES<T>);
 #pragma GCC unroll 8
       for (int i = 0; i < MR; i++) {
-        V<T> x = splat(a[i]);
+        V<T> x = splat(rows[i * E + e]);
 #pragma GCC unroll 8
         for (int c = 0; c < REGISTER_VECTORS; c++) acc[i][c] += x * key[c];
       }

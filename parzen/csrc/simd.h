@@ -59,7 +59,7 @@ INLINE void store(T* p, V<T> x) {
 }
 template <class T>
 INLINE V<T> splat(T x) {
-  return V<T>{} + x;
+  return x - V<T>{};  // x + 0 would not be x for −0, and so cost an addition
 }
 // As maxps: b where the comparison is unordered.
 template <class T>

@@ -19,7 +19,10 @@ struct Stats {
   T m, sigma, c, inverse, cut;
 };
 
-constexpr int STATS = 5;
+#ifndef STEPS
+#define STEPS 2
+#define GROW 2
+#endif
 
 template <Kind K, class T>
 struct Shape {
@@ -103,10 +106,33 @@ INLINE void pad(T* score, int32_t* index, int64_t n) {
   memset(index + n, 0, LANES<T> * sizeof(int32_t));
 }
 
+// a^{1/3} for a > 0, to rounding: a guess from the exponent and two Halley steps for float.
+INLINE float cube_root(float a) {
+  int32_t i;
+  memcpy(&i, &a, 4);
+  i = i / 3 + 709921077;
+  float x;
+  memcpy(&x, &i, 4);
+  for (int step = 0; step < 2; step++) {
+    const float x3 = x * x * x;
+    x = x * ((x3 + 2 * a) / (2 * x3 + a));
+  }
+  return x;
+}
+INLINE double cube_root(double a) { return cbrt(a); }
+
+// A step below this is the last: what is left is its square, but for r < 2 where keys at the threshold
+// still count to first order.
+template <Kind K, class T>
+INLINE T last_step(T r) {
+  const T strict = 2 * EPSILON<T>, loose = sizeof(T) == 4 ? T(1e-4) : T(4e-9);
+  return K == POWER_1 || (K == POWER_ANY && !(r >= 2)) ? strict : loose;
+}
+
 // Newton on ‖y‖_r = 1 from the left: convex and decreasing in σ, so every iterate is a lower bound.
 template <Kind K, class T>
 T solve(const T* score, int64_t n, T m, T sigma, T r, int steps) {
-  const T c = 1 / r;
+  const T c = 1 / r, last = last_step<K, T>(r);
   for (; steps; steps--) {
     V<T> mass = {}, slope = {};
     const V<T> vm = splat(m), vs = splat(sigma), vc = splat(c);
@@ -138,14 +164,14 @@ T solve(const T* score, int64_t n, T m, T sigma, T r, int steps) {
       const T norm = sizeof(T) == 4 ? (T)sqrtf((float)a) : (T)sqrt((double)a);
       step = 2 * (norm - 1) * norm / b;
     } else if constexpr (K == POWER_3) {
-      const T norm = sizeof(T) == 4 ? (T)cbrtf((float)a) : (T)cbrt((double)a);
+      const T norm = cube_root(a);
       step = 3 * (norm - 1) * norm * norm / b;
     } else {
       const double log_mass = log((double)a), log_norm = log_mass / r;
       step = (T)(r * expm1(log_norm) * exp(log_mass - log_norm) / b);
     }
     // Also the way out for NaN. A step back is rounding at the root.
-    if (!(step > 2 * EPSILON<T> * (1 + sigma))) return step < 0 && step > -T(0.01) ? sigma + step : sigma;
+    if (!(step > last * (1 + sigma))) return step > -T(0.01) ? sigma + step : sigma;
     sigma += step;
   }
   return sigma;
@@ -283,14 +309,17 @@ void tighten(const Args& A, Row<T>& row) {
   pad(row.score, row.index, row.n);
   if constexpr (K >= POWER_1) {
     if (A.rule == UNIT_MASS) {
-      const T sigma = solve<K, T>(row.score, row.n, row.m, start_sigma(row), row.r, 3);
+      const T sigma = solve<K, T>(row.score, row.n, row.m, start_sigma(row), row.r, STEPS);
       const T bound = unit_mass_cut(row.m, sigma, row.r);
       if (bound > row.cut) row.cut = bound;
     }
   }
-  if (A.rule == NEAREST) row.cut = below(nearest(row.score, row.n, A.nearest, A.nearest / 8, row.m));
+  if (A.rule == NEAREST) row.cut = below(nearest(row.score, row.n, A.nearest, A.nearest / 2, row.m));
+  const int64_t before = row.n;
   drop(row);
-  row.trigger = row.n + (row.n / 2 > 16 ? row.n / 2 : 16);
+  // Where little falls away the support is dense: look again much later.
+  const int64_t growth = row.n * 8 > before * 7 ? 3 * row.n : row.n / GROW;
+  row.trigger = row.n + (growth > 16 ? growth : 16);
 }
 
 // The threshold of all keys; leaves exactly the support in the list.
