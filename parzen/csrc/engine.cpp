@@ -237,7 +237,7 @@ int32_t pack_keys(const Problem<T>& P, const View& x, int64_t width, T* out) {
 
 template <class T>
 struct ForwardScratch {
-  T *queries, *s, *out, *weights, *score;
+  T *queries, *s, *out, *weights, *score, *weight;
   int32_t* index;
   Row<T>* row;
   ForwardScratch(Pieces& pieces, const Args& A, int64_t list_stride) {
@@ -247,6 +247,7 @@ struct ForwardScratch {
     weights = pieces.take<T>(ROWS * BLOCK);
     row = pieces.take<Row<T>>(ROWS);
     score = pieces.take<T>(ROWS * list_stride);
+    weight = pieces.take<T>(ROWS * list_stride);
     index = pieces.take<int32_t>(ROWS * list_stride);
   }
 };
@@ -265,8 +266,10 @@ INLINE void scan(const Args& A, Row<T>& row, const T* s, int64_t j0) {
   V<T> top = x[0];
 #pragma GCC unroll 16
   for (int v = 1; v < N; v++) top = maximum<T>(top, x[v]);
-  const T m = largest<T>(top);
-  if (m > row.m) best<K, T>(A, row, m);
+  if (above<T>(top, splat(row.m))) {
+    const T m = largest<T>(top);
+    if (m > row.m) best<K, T>(A, row, m);
+  }
   cut = splat(row.cut);
 #pragma GCC unroll 16
   for (int v = 0; v < N; v++) {
@@ -293,6 +296,7 @@ void forward_item(const void* data, int64_t number, char* memory) {
     row.r = P.exponent(tile.b, tile.h, tile.i0 + i);
     row.level = A.level_at.p ? *P.at_query(A.level_at, tile.b, tile.h, tile.i0 + i) : (T)A.level;
     row.score = scratch.score + i * P.list_stride;
+    row.weight = scratch.weight + i * P.list_stride;
     row.index = scratch.index + i * P.list_stride;
     start<K, T>(A, row);
   }
@@ -322,15 +326,12 @@ void forward_item(const void* data, int64_t number, char* memory) {
       offset += row.n;
     }
   }
-  const Dropout dropout(A);
-  for (int64_t i = 0; i < tile.n; i++) {
-    Row<T>& row = scratch.row[i];
-    const Shape<K, T> shape(stats[i], row.r);
-    pad(row.score, row.index, row.n);
-    for (int64_t l = 0; l < row.n; l += LANES<T>) store(row.score + l, shape.weight(load(row.score + l)));
-    if (A.dropout > 0) {
+  if (A.dropout > 0) {
+    const Dropout dropout(A);
+    for (int64_t i = 0; i < tile.n; i++) {
+      const Row<T>& row = scratch.row[i];
       const uint32_t key = dropout.row(tile.row0 + i);
-      for (int64_t l = 0; l < row.n; l++) row.score[l] *= dropout.keep<T>(key, row.index[l]);
+      for (int64_t l = 0; l < row.n; l++) row.weight[l] *= dropout.keep<T>(key, row.index[l]);
     }
   }
   memset(scratch.out, 0, tile.n * A.D * sizeof(T));
@@ -338,7 +339,7 @@ void forward_item(const void* data, int64_t number, char* memory) {
   if (total <= DENSE_VALUES * tile.span) {
     for (int64_t i = 0; i < tile.n; i++) {
       const Row<T>& row = scratch.row[i];
-      combine(scratch.out + i * A.D, row.score, row.index, row.n, values, A.v.i, A.D);
+      combine(scratch.out + i * A.D, row.weight, row.index, row.n, values, A.v.i, A.D);
     }
   } else {
     int64_t at[ROWS] = {};
@@ -350,18 +351,20 @@ void forward_item(const void* data, int64_t number, char* memory) {
         int64_t& l = at[i];
         // A run of keys without gaps is a plain copy.
         if (l + BLOCK <= row.n && row.index[l + BLOCK - 1] == j0 + BLOCK - 1) {
-          memcpy(w, row.score + l, BLOCK * sizeof(T));
+          memcpy(w, row.weight + l, BLOCK * sizeof(T));
           l += BLOCK;
           continue;
         }
         memset(w, 0, BLOCK * sizeof(T));
-        for (; l < row.n && row.index[l] < j0 + BLOCK; l++) w[row.index[l] - j0] = row.score[l];
+        for (; l < row.n && row.index[l] < j0 + BLOCK; l++) w[row.index[l] - j0] = row.weight[l];
       }
       gemm(scratch.out, A.D, scratch.weights, BLOCK, 1, values + j0 * A.v.i, A.v.i, tile.n, A.D, width);
     }
   }
-  for (int64_t i = 0; i < tile.n; i++)
-    memcpy(P.at_query(A.o, tile.b, tile.h, tile.i0 + i), scratch.out + i * A.D, A.D * sizeof(T));
+  for (int64_t i = 0; i < tile.n; i++) {
+    T* o = P.at_query(A.o, tile.b, tile.h, tile.i0 + i);
+    for (int64_t d = 0; d < A.D; d += LANES<T>) store<T>(o + d, load(scratch.out + i * A.D + d) * stats[i].inverse);
+  }
 }
 
 template <class T>

@@ -118,6 +118,30 @@ INLINE uint32_t above(V<T> x, V<T> cut) {
 #endif
 }
 
+// Bit l is set where the lane of a comparison is.
+template <class T>
+INLINE uint32_t inside(I<T> on) {
+  return above<T>(on ? V<T>{} + 1 : V<T>{}, V<T>{});
+}
+// The first n lanes.
+template <class T>
+INLINE I<T> first_lanes(int64_t n) {
+  I<T> lane;
+  for (int l = 0; l < LANES<T>; l++) lane[l] = l;
+  return lane < (typename Simd<T>::Int)n;
+}
+
+// Writes the lanes of x in `bits` to out; may write LANES.
+template <class T>
+INLINE void compress(V<T> x, uint32_t bits, T* out) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) _mm512_storeu_ps(out, _mm512_maskz_compress_ps(bits, (__m512)x));
+  else _mm512_storeu_pd(out, _mm512_maskz_compress_pd(bits, (__m512d)x));
+#else
+  for (; bits; bits &= bits - 1) *out++ = x[__builtin_ctz(bits)];
+#endif
+}
+
 // Appends the lanes of x in `bits` to a list of scores and key numbers; may write LANES past the end.
 template <class T>
 INLINE int64_t append(V<T> x, int32_t first, uint32_t bits, T* score, int32_t* index, int64_t n) {

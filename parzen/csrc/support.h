@@ -19,10 +19,7 @@ struct Stats {
   T m, sigma, c, inverse, cut;
 };
 
-#ifndef STEPS
-#define STEPS 2
-#define GROW 2
-#endif
+
 
 template <Kind K, class T>
 struct Shape {
@@ -250,7 +247,7 @@ struct Row {
   T cut, m, r, level;
   int64_t n, trigger;
   int32_t lo, hi;
-  T* score;
+  T *score, *weight;
   int32_t* index;
 };
 
@@ -286,7 +283,6 @@ INLINE void best(const Args& A, Row<T>& row, T m) {
 
 template <class T>
 INLINE void drop(Row<T>& row) {
-  pad(row.score, row.index, row.n);
   int64_t kept = 0;
   const V<T> cut = splat(row.cut);
   for (int64_t l = 0; l < row.n; l += LANES<T>) {
@@ -295,6 +291,7 @@ INLINE void drop(Row<T>& row) {
     kept = keep(row.score, row.index, l, bits, kept);
   }
   row.n = kept;
+  pad(row.score, row.index, row.n);
 }
 
 template <class T>
@@ -309,7 +306,7 @@ void tighten(const Args& A, Row<T>& row) {
   pad(row.score, row.index, row.n);
   if constexpr (K >= POWER_1) {
     if (A.rule == UNIT_MASS) {
-      const T sigma = solve<K, T>(row.score, row.n, row.m, start_sigma(row), row.r, STEPS);
+      const T sigma = solve<K, T>(row.score, row.n, row.m, start_sigma(row), row.r, 1);
       const T bound = unit_mass_cut(row.m, sigma, row.r);
       if (bound > row.cut) row.cut = bound;
     }
@@ -318,13 +315,16 @@ void tighten(const Args& A, Row<T>& row) {
   const int64_t before = row.n;
   drop(row);
   // Where little falls away the support is dense: look again much later.
-  const int64_t growth = row.n * 8 > before * 7 ? 3 * row.n : row.n / GROW;
-  row.trigger = row.n + (growth > 16 ? growth : 16);
+  const int64_t growth = row.n * 8 > before * 7 ? 3 * row.n : row.n / 2;
+  row.trigger = row.n + (growth > 32 ? growth : 32);
 }
 
-// The threshold of all keys; leaves exactly the support in the list.
+// The threshold of all keys. Leaves exactly the support in the list, and φ of each of its scores.
 template <Kind K, class T>
 Stats<T> finish(const Args& A, Row<T>& row) {
+  // Nothing allowed, or nothing within the radius: weights 0 for every score, never NaN.
+  constexpr Stats<T> nothing = {(T)INFINITY, 0, 1, 0, (T)INFINITY};
+  if (row.n == 0) return nothing;
   pad(row.score, row.index, row.n);
   Stats<T> s = {row.m, 0, 1, 1, row.cut};
   if (A.rule == NEAREST && row.n >= A.nearest) {
@@ -344,25 +344,26 @@ Stats<T> finish(const Args& A, Row<T>& row) {
   const Shape<K, T> shape(s, row.r);
   V<T> total = {};
   int64_t kept = 0;
-  pad(row.score, row.index, row.n);
   for (int64_t l = 0; l < row.n; l += LANES<T>) {
-    V<T> x = load(row.score + l);
+    V<T> x = load(row.score + l), phi, slope;
+    shape.raw(x, phi, slope);
     I<T> on = shape.on(x);
-    uint32_t bits = above<T>(select<T>(on, V<T>{} + 1, V<T>{}), V<T>{});
+    uint32_t bits = inside<T>(on);
     if (row.n - l < LANES<T>) {
       bits &= (1u << (row.n - l)) - 1;
-      alignas(64) T lane[LANES<T>];
-      for (int i = 0; i < LANES<T>; i++) lane[i] = i < row.n - l ? 1 : 0;
-      on &= load(lane) > 0;
+      on = on & first_lanes<T>(row.n - l);
     }
-    V<T> phi, slope;
-    shape.raw(x, phi, slope);
-    total += select<T>(on, phi, V<T>{});
-    if constexpr (K >= POWER_1) kept = keep(row.score, row.index, l, bits, kept);
+    phi = select<T>(on, phi, V<T>{});
+    total += phi;
+    if (K >= POWER_1) {
+      compress(phi, bits, row.weight + kept);
+      kept = keep(row.score, row.index, l, bits, kept);
+    } else {
+      store(row.weight + l, phi);
+    }
   }
-  if constexpr (K >= POWER_1) row.n = kept;
-  // Nothing allowed, or nothing within the radius: weights 0 for every score, never NaN.
-  if (row.n == 0) return {(T)INFINITY, 0, 1, 0, (T)INFINITY};
+  if (K >= POWER_1) row.n = kept;
+  if (row.n == 0) return nothing;
   s.inverse = 1 / sum<T>(total);
   return s;
 }
