@@ -75,11 +75,11 @@ struct Pieces {
 template <class T>
 struct Problem {
   const Args& A;
-  const T *key_panels = nullptr, *value_panels = nullptr;  // per (b, hk): blocks of packed keys
-  int64_t list_stride = 0;                                 // one row's list, with room for a vector more
-  int64_t* used = nullptr;                                 // next free entry of index/score
-  T *list_p = nullptr, *list_ds = nullptr;                 // backward: per support entry,
-  T *mu = nullptr, *tie = nullptr;                         // and per row
+  T *keys_packed = nullptr, *values_packed = nullptr;  // per (b, hk), blocks of packed keys; or null
+  int64_t list_stride = 0;                             // one row's list, with room for a vector more
+  int64_t* used = nullptr;                             // next free entry of index/score
+  T *list_p = nullptr, *list_ds = nullptr;             // backward: per support entry,
+  T *mu = nullptr, *tie = nullptr;                     // and per row
 
   INLINE int64_t queries(int64_t b) const { return A.first_q ? A.first_q[b + 1] - A.first_q[b] : A.T; }
   INLINE int64_t keys(int64_t b) const { return A.first_k ? A.first_k[b + 1] - A.first_k[b] : A.S; }
@@ -123,6 +123,7 @@ struct Tile {
   int64_t span;              // Σ (hi − lo)
   T scale[ROWS];
   int64_t row0, number;
+  const T *key_panels, *value_panels;  // of its key head
 };
 
 template <class T>
@@ -144,6 +145,8 @@ Tile<T> tile_at(const Problem<T>& P, int64_t b, int64_t h, int64_t t) {
   tile.first = lo / BLOCK, tile.last = larger(lo / BLOCK, tiles_of(hi, BLOCK));
   tile.row0 = P.row(b, h, tile.i0);
   tile.number = (b * A.H + h) * tiles_of(A.T, ROWS) + t;
+  tile.key_panels = P.keys_packed + P.first_block(b, tile.hk) * BLOCK * A.E;
+  tile.value_panels = P.values_packed + P.first_block(b, tile.hk) * BLOCK * A.D;
   return tile;
 }
 
@@ -157,7 +160,7 @@ __attribute__((noinline)) bool score_block(const Problem<T>& P, const Tile<T>& t
   bool any = false;
   for (int64_t i = g; i < g + rows; i++) any |= tile.lo[i] < j0 + BLOCK && tile.hi[i] > j0;
   if (!any) return false;
-  scores(queries + g * A.E, P.key_panels + (P.first_block(tile.b, tile.hk) + block) * BLOCK * A.E, A.E, s, ld);
+  scores(queries + g * A.E, tile.key_panels + block * BLOCK * A.E, A.E, s, ld);
   for (int64_t i = 0; i < rows; i++) {
     T* x = s + i * ld;
     const int64_t query = tile.i0 + g + i;
@@ -237,10 +240,10 @@ int32_t pack_keys(const Problem<T>& P, const View& x, int64_t width, T* out) {
 
 template <class T>
 struct ForwardScratch {
-  T *queries, *s, *out, *weights, *score, *weight;
+  T *queries, *s, *out, *weights, *score, *weight, *panels;
   int32_t* index;
   Row<T>* row;
-  ForwardScratch(Pieces& pieces, const Args& A, int64_t list_stride) {
+  ForwardScratch(Pieces& pieces, const Args& A, int64_t list_stride, int64_t packed_keys) {
     queries = pieces.take<T>(ROWS * A.E);
     s = pieces.take<T>(MR * BLOCK);
     out = pieces.take<T>(ROWS * A.D);
@@ -249,6 +252,7 @@ struct ForwardScratch {
     score = pieces.take<T>(ROWS * list_stride);
     weight = pieces.take<T>(ROWS * list_stride);
     index = pieces.take<int32_t>(ROWS * list_stride);
+    panels = pieces.take<T>(packed_keys * A.E);
   }
 };
 
@@ -280,16 +284,8 @@ INLINE void scan(const Args& A, Row<T>& row, const T* s, int64_t j0) {
 }
 
 template <Kind K, class T>
-void forward_item(const void* data, int64_t number, char* memory) {
-  const Problem<T>& P = *(const Problem<T>*)data;
+void forward_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& scratch) {
   const Args& A = P.A;
-  Pieces pieces = {memory};
-  ForwardScratch<T> scratch(pieces, A, P.list_stride);
-  const int64_t tiles = tiles_of(A.T, ROWS), head = number / tiles;
-  // The last tiles first: under a causal mask they are the longest.
-  const Tile<T> tile = tile_at(P, head / A.H, head % A.H, tiles - 1 - number % tiles);
-  if (tile.n == 0) return;
-
   copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
   for (int64_t i = 0; i < tile.n; i++) {
     Row<T>& row = scratch.row[i];
@@ -307,9 +303,16 @@ void forward_item(const void* data, int64_t number, char* memory) {
           scan<K, T>(A, scratch.row[i], scratch.s + (i - g) * BLOCK, block * BLOCK);
 
   Stats<T> stats[ROWS];
+  T sigma[ROWS];
   int64_t total = 0;
   for (int64_t i = 0; i < tile.n; i++) {
-    stats[i] = finish<K, T>(A, scratch.row[i]);
+    const Row<T>& row = scratch.row[i];
+    pad(row.score, row.index, row.n);
+  }
+  if constexpr (K >= POWER_1)
+    if (A.rule == UNIT_MASS) unit_mass<K, T>(scratch.row, tile.n, sigma);
+  for (int64_t i = 0; i < tile.n; i++) {
+    stats[i] = finish<K, T>(A, scratch.row[i], sigma[i]);
     total += scratch.row[i].n;
   }
   if (A.stats) {
@@ -367,6 +370,34 @@ void forward_item(const void* data, int64_t number, char* memory) {
   }
 }
 
+template <Kind K, class T>
+void forward_item(const void* data, int64_t number, char* memory) {
+  const Problem<T>& P = *(const Problem<T>*)data;
+  Pieces pieces = {memory};
+  ForwardScratch<T> scratch(pieces, P.A, P.list_stride, 0);
+  const int64_t tiles = tiles_of(P.A.T, ROWS), head = number / tiles;
+  // The last tiles first: under a causal mask they are the longest.
+  const Tile<T> tile = tile_at(P, head / P.A.H, head % P.A.H, tiles - 1 - number % tiles);
+  if (tile.n) forward_tile<K, T>(P, tile, scratch);
+}
+
+// All queries of one key head, whose panels then stay in the cache of one core.
+template <Kind K, class T>
+void forward_head(const void* data, int64_t number, char* memory) {
+  const Problem<T>& P = *(const Problem<T>*)data;
+  const Args& A = P.A;
+  Pieces pieces = {memory};
+  ForwardScratch<T> scratch(pieces, A, P.list_stride, tiles_of(A.S, BLOCK) * BLOCK);
+  const int64_t hk = number % A.Hk, b = number / A.Hk, group = A.H / A.Hk;
+  pack_panels(P.at_key(A.k, b, hk, 0), A.k.i, P.keys(b), A.E, scratch.panels);
+  for (int64_t h = hk * group; h < (hk + 1) * group; h++)
+    for (int64_t t = 0; t < tiles_of(P.queries(b), ROWS); t++) {
+      Tile<T> tile = tile_at(P, b, h, t);
+      tile.key_panels = scratch.panels;
+      forward_tile<K, T>(P, tile, scratch);
+    }
+}
+
 template <class T>
 T* allocate(int64_t n) {
   return (T*)aligned_alloc(64, (n * (int64_t)sizeof(T) + 127) / 64 * 64);
@@ -375,19 +406,29 @@ T* allocate(int64_t n) {
 // Odd multiples of a cache line, so that the rows of a tile do not fight for the same sets.
 INLINE int64_t list_stride_of(int64_t S) { return tiles_of(S, BLOCK) * BLOCK + BLOCK + 16; }
 
+// Whether one thread for each key head keeps all threads busy.
+INLINE bool heads_suffice(const Args& A) {
+  const int64_t heads = A.B * A.Hk, rounds = tiles_of(heads, larger(1, A.threads));
+  return heads * 5 >= rounds * A.threads * 4;
+}
+
 template <Kind K, class T>
 int32_t forward_kind(const Args& A) {
   Problem<T> P = {A};
   P.list_stride = list_stride_of(A.S);
-  T* panels = allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
-  if (!panels) return 1;
   int64_t used = 0;
-  P.key_panels = panels, P.used = &used;
+  P.used = &used;
   Pieces pieces = {nullptr};
-  ForwardScratch<T> measure(pieces, A, P.list_stride);
-  int32_t failed = pack_keys(P, A.k, A.E, panels);
+  if (heads_suffice(A)) {
+    ForwardScratch<T> measure(pieces, A, P.list_stride, tiles_of(A.S, BLOCK) * BLOCK);
+    return run(A, {forward_head<K, T>, &P, A.B * A.Hk, pieces.used});
+  }
+  ForwardScratch<T> measure(pieces, A, P.list_stride, 0);
+  P.keys_packed = allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
+  if (!P.keys_packed) return 1;
+  int32_t failed = pack_keys(P, A.k, A.E, P.keys_packed);
   if (!failed) failed = run(A, {forward_item<K, T>, &P, A.B * A.H * tiles_of(A.T, ROWS), pieces.used});
-  free(panels);
+  free(P.keys_packed);
   return failed;
 }
 
@@ -395,8 +436,8 @@ int32_t forward_kind(const Args& A) {
 
 template <class T>
 struct BackwardScratch {
-  T *queries, *douts, *s, *block_p, *block_ds, *dq, *p, *a, *dw, *strip_s;
-  BackwardScratch(Pieces& pieces, const Args& A, int64_t stride) {
+  T *queries, *douts, *s, *block_p, *block_ds, *dq, *p, *a, *dw, *strip_s, *key_panels, *value_panels;
+  BackwardScratch(Pieces& pieces, const Args& A, int64_t stride, int64_t packed_keys) {
     queries = pieces.take<T>(ROWS * A.E);
     douts = pieces.take<T>(ROWS * A.D);
     s = pieces.take<T>(MR * BLOCK);
@@ -408,6 +449,8 @@ struct BackwardScratch {
     a = pieces.take<T>(ROWS * stride);
     dw = pieces.take<T>(ROWS * stride);
     strip_s = pieces.take<T>(ROWS * stride);
+    key_panels = pieces.take<T>(packed_keys * A.E);
+    value_panels = pieces.take<T>(packed_keys * A.D);
   }
 };
 
@@ -554,7 +597,7 @@ void queries_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>&
         }
         continue;
       }
-      scores(scratch.douts + g * A.D, P.value_panels + (P.first_block(tile.b, tile.hk) + block) * BLOCK * A.D, A.D,
+      scores(scratch.douts + g * A.D, tile.value_panels + block * BLOCK * A.D, A.D,
              scratch.block_p, BLOCK);
       for (int64_t i = g; i < smaller(g + MR, tile.n); i++) {
         const int64_t row = tile.row0 + i;
@@ -655,7 +698,7 @@ template <Kind K, class T>
 void queries_item(const void* data, int64_t number, char* memory) {
   const Problem<T>& P = *(const Problem<T>*)data;
   Pieces pieces = {memory};
-  BackwardScratch<T> scratch(pieces, P.A, P.list_stride);
+  BackwardScratch<T> scratch(pieces, P.A, P.list_stride, 0);
   const Groups<T> groups(P.A);
   const int64_t t = groups.t - 1 - number % groups.t, h = number / groups.t % groups.h, b = number / groups.t / groups.h;
   for (int64_t bb = b * groups.bs; bb < (b + 1) * groups.bs; bb++)
@@ -736,7 +779,7 @@ void keys_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& sc
         continue;
       }
       begin = smaller(begin, g), end = g + rows;
-      scores(scratch.douts + g * A.D, P.value_panels + (P.first_block(tile.b, tile.hk) + block) * BLOCK * A.D, A.D,
+      scores(scratch.douts + g * A.D, tile.value_panels + block * BLOCK * A.D, A.D,
              ds, BLOCK);
       for (int64_t i = 0; i < rows; i++) {
         const int64_t row = tile.row0 + g + i;
@@ -798,7 +841,7 @@ void keys_item(const void* data, int64_t number, char* memory) {
   const Problem<T>& P = job.P;
   const Args& A = P.A;
   Pieces pieces = {memory};
-  BackwardScratch<T> scratch(pieces, A, P.list_stride);
+  BackwardScratch<T> scratch(pieces, A, P.list_stride, 0);
   const int64_t hk = number / job.chunks % A.Hk, b = number / job.chunks / A.Hk, group = A.H / A.Hk;
   const int64_t from = number % job.chunks * job.chunk, to = smaller(P.keys(b), from + job.chunk);
   clear_keys(P, b, hk, from, to);
@@ -819,18 +862,25 @@ void head_item(const void* data, int64_t number, char* memory) {
   const Problem<T>& P = *(const Problem<T>*)data;
   const Args& A = P.A;
   Pieces pieces = {memory};
-  BackwardScratch<T> scratch(pieces, A, P.list_stride);
+  BackwardScratch<T> scratch(pieces, A, P.list_stride, tiles_of(A.S, BLOCK) * BLOCK);
   const int64_t hk = number % A.Hk, b = number / A.Hk, group = A.H / A.Hk;
   clear_keys(P, b, hk, 0, P.keys(b));
+  bool packed = false;
   for (int64_t h = hk * group; h < (hk + 1) * group; h++)
     for (int64_t t = 0; t < tiles_of(A.T, ROWS); t++) {
-      const Tile<T> tile = tile_at(P, b, h, t);
+      Tile<T> tile = tile_at(P, b, h, t);
       if (tile.n == 0) continue;
       load_tile(P, tile, scratch);
       if (A.where[tile.number] >= 0) {
         queries_sparse<K, T>(P, tile, scratch);
         keys_sparse(P, tile, scratch, 0, P.keys(b));
       } else {
+        if (!packed) {
+          pack_panels(P.at_key(A.k, b, hk, 0), A.k.i, P.keys(b), A.E, scratch.key_panels);
+          pack_panels(P.at_key(A.v, b, hk, 0), A.v.i, P.keys(b), A.D, scratch.value_panels);
+          packed = true;
+        }
+        tile.key_panels = scratch.key_panels, tile.value_panels = scratch.value_panels;
         queries_dense<K, T>(P, tile, scratch);
         if (tile.last > tile.first) keys_from_strips(P, tile, scratch);
       }
@@ -855,31 +905,32 @@ int32_t backward_kind(const Args& A) {
     const int32_t* count = A.count + P.row(b, head % A.H, t * ROWS);
     for (int64_t i = 0; i < n; i++) entries += count[i];
   }
-  T* keys = dense ? allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.E) : nullptr;
-  T* values = dense ? allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.D) : nullptr;
   T* lists = allocate<T>(2 * entries + 2 * all_rows);
-  int32_t failed = !lists || (dense && (!keys || !values));
-  if (!failed) {
-    P.key_panels = keys, P.value_panels = values;
-    P.list_p = lists, P.list_ds = lists + entries, P.mu = lists + 2 * entries, P.tie = P.mu + all_rows;
-    if (dense) failed = pack_keys(P, A.k, A.E, keys) || pack_keys(P, A.v, A.D, values);
-  }
-  Pieces pieces = {nullptr};
-  BackwardScratch<T> measure(pieces, A, P.list_stride);
-  const int64_t heads = A.B * A.Hk, rounds = tiles_of(heads, larger(1, A.threads));
+  if (!lists) return 1;
+  P.list_p = lists, P.list_ds = lists + entries, P.mu = lists + 2 * entries, P.tie = P.mu + all_rows;
   const Groups<T> groups(A);
-  if (!failed && groups.bs == 1 && groups.hs == 1 && heads * 5 >= rounds * A.threads * 4) {
-    failed = run(A, {head_item<K, T>, &P, heads, pieces.used});
-  } else if (!failed) {
-    failed = run(A, {queries_item<K, T>, &P, groups.b * groups.h * groups.t, pieces.used});
+  const bool by_head = groups.bs == 1 && groups.hs == 1 && heads_suffice(A);
+  Pieces pieces = {nullptr};
+  BackwardScratch<T> measure(pieces, A, P.list_stride, by_head && dense ? tiles_of(A.S, BLOCK) * BLOCK : 0);
+  int32_t failed = 0;
+  if (by_head) {
+    failed = run(A, {head_item<K, T>, &P, A.B * A.Hk, pieces.used});
+  } else {
+    if (dense) {
+      P.keys_packed = allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
+      P.values_packed = allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.D);
+      failed = !P.keys_packed || !P.values_packed || pack_keys(P, A.k, A.E, P.keys_packed) ||
+               pack_keys(P, A.v, A.D, P.values_packed);
+    }
+    if (!failed) failed = run(A, {queries_item<K, T>, &P, groups.b * groups.h * groups.t, pieces.used});
     // Enough chunks for the threads, each of whole blocks.
-    const int64_t wanted = tiles_of(4 * A.threads, larger(1, heads));
+    const int64_t heads = A.B * A.Hk, wanted = tiles_of(4 * A.threads, larger(1, heads));
     KeyJob<T> job = {P, larger(4, tiles_of(tiles_of(A.S, BLOCK), wanted)) * BLOCK, 0};
     job.chunks = tiles_of(A.S, job.chunk);
     if (!failed) failed = run(A, {keys_item<K, T>, &job, heads * job.chunks, pieces.used});
   }
-  free(keys);
-  free(values);
+  free(P.keys_packed);
+  free(P.values_packed);
   free(lists);
   return failed;
 }

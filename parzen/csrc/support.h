@@ -126,52 +126,91 @@ INLINE T last_step(T r) {
   return K == POWER_1 || (K == POWER_ANY && !(r >= 2)) ? strict : loose;
 }
 
-// Newton on ‖y‖_r = 1 from the left: convex and decreasing in σ, so every iterate is a lower bound.
+// y^r and y^{r−1} at z = s − m − σ, zero where y ≤ 0.
+template <Kind K, class T>
+INLINE void rise(V<T> z, V<T> r, V<T> c, V<T>& mass, V<T>& slope) {
+  const V<T> u = z * c;
+  V<T> y = 1 + u;
+  const I<T> inside = y > 0;
+  y = select<T>(inside, y, V<T>{});
+  if constexpr (K == POWER_1) {
+    mass += y;
+    slope += select<T>(inside, V<T>{} + 1, V<T>{});
+  } else if constexpr (K == POWER_2) {
+    slope += y;
+    mass += y * y;
+  } else if constexpr (K == POWER_3) {
+    const V<T> y2 = y * y;
+    slope += y2;
+    mass += y2 * y;
+  } else {
+    const V<T> phi = exponential(r * log_one_plus<T>(u));
+    mass += select<T>(inside, phi, V<T>{});
+    slope += select<T>(inside, phi / y, V<T>{});
+  }
+}
+
+// The Newton step of ‖y‖_r = 1 in σ from a = Σ yʳ and b = Σ yʳ⁻¹: r·(‖y‖ − 1)·‖y‖^{r−1} / b.
+template <Kind K, class T>
+INLINE T newton_step(T a, T b, T r) {
+  if constexpr (K == POWER_1) return (a - 1) / b;
+  if constexpr (K == POWER_2) {
+    const T norm = sizeof(T) == 4 ? (T)sqrtf((float)a) : (T)sqrt((double)a);
+    return 2 * (norm - 1) * norm / b;
+  }
+  if constexpr (K == POWER_3) {
+    const T norm = cube_root(a);
+    return 3 * (norm - 1) * norm * norm / b;
+  }
+  const double log_mass = log((double)a), log_norm = log_mass / r;
+  return (T)(r * expm1(log_norm) * exp(log_mass - log_norm) / b);
+}
+
+// σ of unit mass by Newton's method from the left: ‖y‖_r is convex and decreasing in σ, so that every
+// iterate is a lower bound.
 template <Kind K, class T>
 T solve(const T* score, int64_t n, T m, T sigma, T r, int steps) {
-  const T c = 1 / r, last = last_step<K, T>(r);
+  const T last = last_step<K, T>(r);
   for (; steps; steps--) {
     V<T> mass = {}, slope = {};
-    const V<T> vm = splat(m), vs = splat(sigma), vc = splat(c);
-    for (int64_t l = 0; l < n; l += LANES<T>) {
-      V<T> z = ((load(score + l) - vm) - vs) * vc, y = 1 + z;
-      y = y > 0 ? y : V<T>{};
-      if constexpr (K == POWER_1) {
-        mass += y;
-        slope += select<T>(y > 0, splat<T>(1), V<T>{});
-      } else if constexpr (K == POWER_2) {
-        slope += y;
-        mass += y * y;
-      } else if constexpr (K == POWER_3) {
-        V<T> y2 = y * y;
-        slope += y2;
-        mass += y2 * y;
-      } else {
-        V<T> phi = exponential(r * log_one_plus<T>(z));
-        I<T> inside = y > 0;
-        mass += select<T>(inside, phi, V<T>{});
-        slope += select<T>(inside, phi / y, V<T>{});
-      }
-    }
-    const T a = sum<T>(mass), b = sum<T>(slope);
-    T step;
-    if constexpr (K == POWER_1) {
-      step = (a - 1) / b;
-    } else if constexpr (K == POWER_2) {
-      const T norm = sizeof(T) == 4 ? (T)sqrtf((float)a) : (T)sqrt((double)a);
-      step = 2 * (norm - 1) * norm / b;
-    } else if constexpr (K == POWER_3) {
-      const T norm = cube_root(a);
-      step = 3 * (norm - 1) * norm * norm / b;
-    } else {
-      const double log_mass = log((double)a), log_norm = log_mass / r;
-      step = (T)(r * expm1(log_norm) * exp(log_mass - log_norm) / b);
-    }
+    const V<T> vm = splat(m), vs = splat(sigma), vr = splat(r), vc = splat(1 / r);
+    for (int64_t l = 0; l < n; l += LANES<T>) rise<K, T>((load(score + l) - vm) - vs, vr, vc, mass, slope);
+    const T step = newton_step<K, T>(sum<T>(mass), sum<T>(slope), r);
     // Also the way out for NaN. A step back is rounding at the root.
     if (!(step > last * (1 + sigma))) return step > -T(0.01) ? sigma + step : sigma;
     sigma += step;
   }
   return sigma;
+}
+
+constexpr int64_t SHORT = 128;
+
+// The same for a vector of short lists at once, one in each lane: z[l][lane] = s − m, −∞ after the end.
+template <Kind K, class T>
+void solve_lanes(const T* z, int64_t n, T* sigma, const T* r) {
+  const V<T> vr = load(r), vc = 1 / vr;
+  V<T> vs = load(sigma);
+  T last[LANES<T>];
+  bool open[LANES<T>];
+  for (int l = 0; l < LANES<T>; l++) last[l] = last_step<K, T>(r[l]), open[l] = true;
+  for (int steps = 100; steps; steps--) {
+    V<T> mass = {}, slope = {};
+    for (int64_t l = 0; l < n; l++) rise<K, T>(load(z + l * LANES<T>) - vs, vr, vc, mass, slope);
+    T a[LANES<T>], b[LANES<T>], step[LANES<T>];
+    store(a, mass);
+    store(b, slope);
+    for (int l = 0; l < LANES<T>; l++) step[l] = newton_step<K, T>(a[l], b[l], r[l]);
+    store(sigma, vs);
+    bool any = false;
+    for (int l = 0; l < LANES<T>; l++) {
+      const bool on = open[l] & (step[l] > last[l] * (1 + sigma[l]));
+      sigma[l] = open[l] & (step[l] > -T(0.01)) ? sigma[l] + step[l] : sigma[l];
+      open[l] = on;
+      any |= on;
+    }
+    if (!any) return;
+    vs = load(sigma);
+  }
 }
 
 template <class T>
@@ -319,13 +358,52 @@ void tighten(const Args& A, Row<T>& row) {
   row.trigger = row.n + (growth > 32 ? growth : 32);
 }
 
+template <Kind K, class T>
+void solve_short(Row<T>* const* rows, int count, T* sigma) {
+  alignas(64) T z[SHORT * LANES<T>], r[LANES<T>];
+  int64_t longest = 0;
+  for (int l = 0; l < count; l++) longest = rows[l]->n > longest ? rows[l]->n : longest;
+  for (int l = 0; l < LANES<T>; l++) {
+    // Lanes without a row: one key, solved at once.
+    const bool real = l < count;
+    const int64_t n = real ? rows[l]->n : 1;
+    r[l] = real ? rows[l]->r : 1;
+    sigma[l] = real ? start_sigma(*rows[l]) : 0;
+    for (int64_t j = 0; j < n; j++) z[j * LANES<T> + l] = real ? rows[l]->score[j] - rows[l]->m : 0;
+    for (int64_t j = n; j < longest; j++) z[j * LANES<T> + l] = -INFINITY;
+  }
+  solve_lanes<K, T>(z, longest, sigma, r);
+}
+
+// σ of every row under unit mass. Short lists go through together; the choice is each row's own, so a
+// row's bits do not depend on its neighbours.
+template <Kind K, class T>
+void unit_mass(Row<T>* rows, int64_t n, T* sigma) {
+  Row<T>* batch[LANES<T>];
+  int64_t at[LANES<T>];
+  T found[LANES<T>];
+  int count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    Row<T>& row = rows[i];
+    if (row.n > SHORT) {
+      sigma[i] = solve<K, T>(row.score, row.n, row.m, start_sigma(row), row.r, 100);
+    } else if (row.n > 0) {
+      at[count] = i;
+      batch[count++] = &row;
+    }
+    if (count && (count == LANES<T> || i == n - 1)) {
+      solve_short<K, T>(batch, count, found);
+      for (; count; count--) sigma[at[count - 1]] = found[count - 1];
+    }
+  }
+}
+
 // The threshold of all keys. Leaves exactly the support in the list, and φ of each of its scores.
 template <Kind K, class T>
-Stats<T> finish(const Args& A, Row<T>& row) {
+Stats<T> finish(const Args& A, Row<T>& row, T sigma) {
   // Nothing allowed, or nothing within the radius: weights 0 for every score, never NaN.
   constexpr Stats<T> nothing = {(T)INFINITY, 0, 1, 0, (T)INFINITY};
   if (row.n == 0) return nothing;
-  pad(row.score, row.index, row.n);
   Stats<T> s = {row.m, 0, 1, 1, row.cut};
   if (A.rule == NEAREST && row.n >= A.nearest) {
     row.cut = s.cut = below(nearest(row.score, row.n, A.nearest, (int64_t)0, row.m));
@@ -335,7 +413,7 @@ Stats<T> finish(const Args& A, Row<T>& row) {
   }
   if constexpr (K >= POWER_1) {
     if (A.rule == UNIT_MASS) {
-      s.sigma = solve<K, T>(row.score, row.n, row.m, start_sigma(row), row.r, 100);
+      s.sigma = sigma;
       s.c = 1 / row.r;
     } else {
       s.c = 1 / (A.rule == MARGIN ? row.level : row.m - row.level);
