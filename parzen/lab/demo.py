@@ -50,6 +50,8 @@ class DemoConfig:
     context: int = 128
     batch: int = 4
     lr: float = 1e-2
+    norm_lr: float = 10.0
+    scalar_lr: float = 0.1
     layers: int = 2
     heads: int = 4
     width: int = 128
@@ -121,10 +123,14 @@ def _model(config: DemoConfig, vocab: int, kernel: str) -> Mosaic:
     )
 
 
+def _schedule(config: DemoConfig, steps: int) -> TrainConfig:
+    return TrainConfig(steps, lr=config.lr, norm_lr=config.norm_lr, scalar_lr=config.scalar_lr)
+
+
 def _seconds_a_step(config: DemoConfig, stories: Stories, kernel: str, steps: int) -> float:
     model = _model(config, stories.vocab, kernel)
     batches = stories.batches(config.batch, config.context, config.seed)
-    return median(step.seconds for step in train(model, batches, TrainConfig(steps, lr=config.lr)))
+    return median(step.seconds for step in train(model, batches, _schedule(config, steps)))
 
 
 def _choose_threads(config: DemoConfig, stories: Stories) -> None:
@@ -171,7 +177,7 @@ def _train(
     batches = stories.batches(config.batch, config.context, config.seed)
     due = {round(steps * i / config.curve) for i in range(1, config.curve)}
     valid = ""
-    for step in train(model, batches, TrainConfig(steps, lr=config.lr)):
+    for step in train(model, batches, _schedule(config, steps)):
         result.tokens += step.tokens
         result.seconds += step.seconds
         if step.number in due and step.number < steps:

@@ -22,6 +22,10 @@ class TrainConfig:
     Attributes:
         steps: optimiser steps.
         lr, lr_end: peak and final learning rate.
+        norm_lr: factor on the learning rate of LayerNorm gains. The last of them is the only scale of tied
+            logits, and at a factor of 1 it holds a short run back.
+        scalar_lr: the same of other tensors of one axis (bandwidths and gains per head); at rates that suit
+            matrices for a short run they wander.
         warmup: share of the steps spent rising linearly to ``lr``.
         betas, weight_decay: AdamW's; decay acts on tensors of two or more axes.
         clip: largest gradient norm.
@@ -30,6 +34,8 @@ class TrainConfig:
     steps: int
     lr: float = 5e-3
     lr_end: float = 1e-4
+    norm_lr: float = 1.0
+    scalar_lr: float = 1.0
     warmup: float = 0.05
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
@@ -60,9 +66,14 @@ def train(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], config: Tr
     Raises:
         UserError: the loss is no longer finite.
     """
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    scalars = [p for p in model.parameters() if p.ndim < 2]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": scalars, "weight_decay": 0.0}]
+    norms = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
+    groups: list[dict[str, Any]] = [
+        {"params": [], "factor": 1.0},
+        {"params": [], "factor": config.norm_lr, "weight_decay": 0.0},
+        {"params": [], "factor": config.scalar_lr, "weight_decay": 0.0},
+    ]
+    for p in model.parameters():
+        groups[0 if p.ndim >= 2 else 1 if id(p) in norms else 2]["params"].append(p)
     optimizer = torch.optim.AdamW(
         groups, config.lr, config.betas, weight_decay=config.weight_decay, fused=True
     )
@@ -70,7 +81,7 @@ def train(model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], config: Tr
         model.train()
         start = time.perf_counter()
         for group in optimizer.param_groups:
-            group["lr"] = config.lr_at(number)
+            group["lr"] = config.lr_at(number) * group["factor"]
         inputs, targets = next(batches)
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
