@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -25,10 +26,14 @@ from torch import Tensor
 from parzen.backends import Call, reference
 from parzen.kernels import EXP, MARGIN, POWER, UNIT_MASS, Form, Number
 
-_PATH = Path(__file__).resolve().parents[1] / "_engine" / "engine.so"
+def _path() -> Path | None:
+    """The library. An editable install keeps it in another folder of the package's path."""
+    places = (Path(folder) / "_engine" / "engine.so" for folder in sys.modules["parzen"].__path__)
+    return next((place for place in places if place.exists()), None)
+
+
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-ROWS = 48  # queries in a tile, as in csrc/engine.cpp
 # A query's support list holds this many keys on average over its tile; a tile that needs more is
 # recomputed in backward. It bounds what forward saves: 8 bytes an entry in float32, and only entries in
 # use become resident.
@@ -59,29 +64,48 @@ def _parallel_for() -> int:
         return 0
 
 
-@cache
-def _engine() -> _Engine | None:
-    """The engine, or None where it was not built.
-
-    Raises:
-        ValueError: PARZEN_CPU_ISA names an instruction set that is not available.
-    """
-    if not _PATH.exists():
+def _open() -> tuple[ctypes.CDLL, list[str]] | None:
+    """The library and its instruction sets, worst first, "" where this processor lacks one."""
+    path = _path()
+    if path is None:
         return None
-    lib = ctypes.CDLL(str(_PATH))
+    lib = ctypes.CDLL(str(path))
     lib.parzen_isa.argtypes = (ctypes.c_int64,)
     lib.parzen_isa.restype = ctypes.c_char_p
     lib.parzen_args_size.restype = ctypes.c_int64
     if lib.parzen_args_size() != _ARGS.size:
-        raise ImportError(f"{_PATH} was built from another version of parzen: build it again")
+        raise ImportError(f"{path} was built from another version of parzen: build it again")
     names: list[str] = []
     while (name := lib.parzen_isa(len(names))) is not None:
         names.append(name.decode())
+    return lib, names
+
+
+def _choose(isa: str | None) -> _Engine | None:
+    """The engine for ``isa``, or for the best instruction set; None where it was not built.
+
+    Raises:
+        ValueError: the instruction set is not available; the available ones are named.
+    """
+    opened = _open()
+    if opened is None:
+        return None
+    lib, names = opened
     usable = tuple(name for name in names if name)
-    isa = os.environ.get("PARZEN_CPU_ISA") or usable[-1]
+    isa = isa or usable[-1]
     if isa not in usable:
         raise ValueError(f"PARZEN_CPU_ISA={isa!r}: this processor and build have {', '.join(usable)}")
     return _Engine(lib, usable, isa, names.index(isa))
+
+
+@cache
+def _engine() -> _Engine | None:
+    return _choose(os.environ.get("PARZEN_CPU_ISA"))
+
+
+@torch.compiler.assume_constant_result
+def _built() -> bool:
+    return _engine() is not None
 
 
 def info() -> dict[str, Any]:
@@ -127,10 +151,6 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _as(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if x is None else x.to(dtype)
-
-
-def _tiles(length: int) -> int:
-    return (length + ROWS - 1) // ROWS
 
 
 def _pack(
@@ -201,7 +221,7 @@ def _saved(q: Tensor, k: Tensor, save: bool) -> tuple[Tensor, ...]:
     lists = (b, h, t, torch.sym_min(k.shape[2], PER_ROW))
     return (
         q.new_empty((b, h, t, 5), dtype=dtype),
-        q.new_empty((b, h, _tiles(t)), dtype=torch.int64),
+        q.new_empty((b, h, t), dtype=torch.int64),
         q.new_empty((b, h, t), dtype=torch.int32),
         q.new_empty(lists, dtype=torch.int32),
         q.new_empty(lists, dtype=dtype),
@@ -259,7 +279,9 @@ def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     do = _rows(do, dtype)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in inputs[:3])  # type: ignore[union-attr]
     dbias = extra[0] if needs[0] else None
-    dslopes, dscale, dlevel, dr = (_address(x) if need else 0 for x, need in zip(extra[1:], needs[1:], strict=True))
+    dslopes, dscale, dlevel, dr = (
+        _address(x) if need else 0 for x, need in zip(extra[1:], needs[1:], strict=True)
+    )
     engine = _engine()
     assert engine is not None
     sizes = tuple(dbias.shape) if dbias is not None else (0, 0, 0, 0)
@@ -392,7 +414,9 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         do, *tensors = ctx.saved_tensors
         if ctx.numbers[-1] > 0:
-            raise RuntimeError("the CPU engine has no second derivative with dropout_p > 0; use dropout_p = 0")
+            raise RuntimeError(
+                "the CPU engine has no second derivative with dropout_p > 0; use dropout_p = 0"
+            )
         # q, k, v, and those of bias, slopes, scale, level and r that have a gradient.
         chosen = [0, 1, 2] + [4 + n for n, need in enumerate(ctx.needs) if need]
 
@@ -474,7 +498,7 @@ def why_not(call: Call) -> str | None:
         return f"the CPU engine computes in float32 and float64, the inputs are {call.q.dtype}"
     if torch.compiler.is_exporting():
         return "an exported graph must consist of plain operators"
-    if _engine() is None:
+    if not _built():
         return "the CPU engine was not built (no C++ compiler when parzen was installed)"
     return None
 

@@ -122,7 +122,7 @@ struct Tile {
   int64_t first, last;       // blocks of keys to visit: [first, last)
   int64_t span;              // Σ (hi − lo)
   T scale[ROWS];
-  int64_t row0, number;
+  int64_t row0;
   const T *key_panels, *value_panels;  // of its key head
 };
 
@@ -144,7 +144,6 @@ Tile<T> tile_at(const Problem<T>& P, int64_t b, int64_t h, int64_t t) {
   }
   tile.first = lo / BLOCK, tile.last = larger(lo / BLOCK, tiles_of(hi, BLOCK));
   tile.row0 = P.row(b, h, tile.i0);
-  tile.number = (b * A.H + h) * tiles_of(A.T, ROWS) + t;
   tile.key_panels = P.keys_packed + P.first_block(b, tile.hk) * BLOCK * A.E;
   tile.value_panels = P.values_packed + P.first_block(b, tile.hk) * BLOCK * A.D;
   return tile;
@@ -294,7 +293,7 @@ void forward_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& s
     row.score = scratch.score + i * P.list_stride;
     row.weight = scratch.weight + i * P.list_stride;
     row.index = scratch.index + i * P.list_stride;
-    start<K, T>(A, row);
+    start<K, T>(A, row, tile.hi[i] - tile.lo[i]);
   }
   for (int64_t block = tile.first; block < tile.last; block++)
     for (int64_t g = 0; g < tile.n; g += MR)
@@ -318,7 +317,7 @@ void forward_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& s
   if (A.stats) {
     const bool sparse = total <= DENSE_BACKWARD * tile.span && total <= A.per_row * tile.n;
     int64_t offset = sparse ? __atomic_fetch_add(P.used, total, __ATOMIC_RELAXED) : -1;
-    A.where[tile.number] = offset;
+    A.where[tile.row0] = offset;
     for (int64_t i = 0; i < tile.n; i++) {
       const Row<T>& row = scratch.row[i];
       ((Stats<T>*)A.stats)[tile.row0 + i] = stats[i];
@@ -339,7 +338,10 @@ void forward_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& s
   }
   memset(scratch.out, 0, tile.n * A.D * sizeof(T));
   const T* values = P.at_key(A.v, tile.b, tile.hk, 0);
-  if (total <= DENSE_VALUES * tile.span) {
+  const int64_t first_key = tile.first * BLOCK, end_key = smaller(tile.last * BLOCK, P.keys(tile.b));
+  // 0·NaN is NaN: values that are not finite may only meet the weights of their own key.
+  if (total <= DENSE_VALUES * tile.span ||
+      !finite_rows(values + first_key * A.v.i, A.v.i, end_key - first_key, A.D)) {
     for (int64_t i = 0; i < tile.n; i++) {
       const Row<T>& row = scratch.row[i];
       combine(scratch.out + i * A.D, row.weight, row.index, row.n, values, A.v.i, A.D);
@@ -459,6 +461,9 @@ void load_tile(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& scr
   const Args& A = P.A;
   copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
   copy_rows(P.at_query(A.dout, tile.b, tile.h, tile.i0), A.dout.i, tile.n, A.D, (const T*)nullptr, scratch.douts);
+  // A query with NaN has NaN ds wherever it has support; elsewhere 0·NaN must not reach the keys.
+  for (int64_t i = 0; i < tile.n; i++)
+    if (!finite(scratch.queries + i * A.E, A.E)) memset(scratch.queries + i * A.E, 0, A.E * sizeof(T));
 }
 
 // What the mean μ and the gradient of r sum over the support of a row.
@@ -501,7 +506,7 @@ void queries_sparse(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>
   const Args& A = P.A;
   const Dropout dropout(A);
   const bool unit_mass = A.rule == UNIT_MASS;
-  int64_t offset = A.where[tile.number];
+  int64_t offset = A.where[tile.row0];
   for (int64_t i = 0; i < tile.n; i++) {
     const int64_t row = tile.row0 + i, n = A.count[row];
     const int32_t* index = A.index + offset;
@@ -630,6 +635,8 @@ void queries_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>&
       }
     }
   }
+  const T* keys = P.at_key(A.k, tile.b, tile.hk, base);
+  const int64_t n = smaller(width, P.keys(tile.b) - base);
   for (int64_t i = 0; i < tile.n; i++) {
     T *a = scratch.a + i * ld, *dw = scratch.dw + i * ld, *s = scratch.strip_s + i * ld;
     const int64_t row = tile.row0 + i;
@@ -650,7 +657,6 @@ void queries_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>&
       for (int64_t j = 0; j < width; j++) a[j] += s[j] == m ? tie : 0;
       P.tie[row] = tie;
     }
-    const int64_t n = smaller(width, P.keys(tile.b) - base);
     if (A.dslopes) {
       T slope = 0;
       for (int64_t j = 0; j < n; j++) slope -= a[j] * (T)P.distance(tile.i0 + i, base + j);
@@ -662,17 +668,23 @@ void queries_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>&
     }
   }
   memset(scratch.dq, 0, tile.n * A.E * sizeof(T));
-  for (int64_t block = tile.first; block < tile.last; block++) {
-    const int64_t j0 = block * BLOCK;
-    gemm(scratch.dq, A.E, scratch.a + (j0 - base), ld, 1, P.at_key(A.k, tile.b, tile.hk, j0), A.k.i, tile.n, A.E,
-         smaller(BLOCK, P.keys(tile.b) - j0));
+  if (finite_rows(keys, A.k.i, n, A.E)) {
+    for (int64_t j = 0; j < n; j += BLOCK)
+      gemm(scratch.dq, A.E, scratch.a + j, ld, 1, keys + j * A.k.i, A.k.i, tile.n, A.E, smaller(BLOCK, n - j));
+  } else {
+    for (int64_t i = 0; i < tile.n; i++)
+      for (int64_t j = 0; j < n; j++) {
+        const int32_t only = (int32_t)j;
+        if (scratch.a[i * ld + j] != 0)
+          combine(scratch.dq + i * A.E, scratch.a + i * ld + j, &only, 1, keys, A.k.i, A.E);
+      }
   }
   for (int64_t i = 0; i < tile.n; i++) finish_query(P, tile, i, scratch.dq + i * A.E);
 }
 
 template <Kind K, class T>
 void queries(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& scratch) {
-  if (P.A.where[tile.number] >= 0) {
+  if (P.A.where[tile.row0] >= 0) {
     queries_sparse<K, T>(P, tile, scratch);
   } else {
     load_tile(P, tile, scratch);
@@ -734,7 +746,7 @@ INLINE void scatter_columns(T* x, int64_t ld, const T* w, const int32_t* index, 
     T* row = x + index[l] * ld;
     const V<T> f = splat(w[l]);
 #pragma GCC unroll 16
-    for (int c = 0; c < N; c++) store<T>(row + c * LANES<T>, load(row + c * LANES<T>) + f * v[c]);
+    for (int c = 0; c < N; c++) store<T>(row + c * LANES<T>, fma<T>(f, v[c], load(row + c * LANES<T>)));
   }
 }
 template <class T>
@@ -750,7 +762,7 @@ void keys_sparse(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& s
   const Args& A = P.A;
   T *dk = P.at_key(A.dk, tile.b, tile.hk, 0), *dv = P.at_key(A.dv, tile.b, tile.hk, 0);
   const bool whole = from == 0 && to >= P.keys(tile.b);
-  int64_t offset = A.where[tile.number];
+  int64_t offset = A.where[tile.row0];
   for (int64_t i = 0; i < tile.n; i++) {
     const int64_t n = A.count[tile.row0 + i];
     const int32_t* index = A.index + offset;
@@ -850,7 +862,7 @@ void keys_item(const void* data, int64_t number, char* memory) {
       const Tile<T> tile = tile_at(P, b, h, t);
       if (tile.n == 0 || tile.first * BLOCK >= to || tile.last * BLOCK <= from) continue;
       load_tile(P, tile, scratch);
-      if (A.where[tile.number] >= 0) keys_sparse(P, tile, scratch, from, to);
+      if (A.where[tile.row0] >= 0) keys_sparse(P, tile, scratch, from, to);
       else keys_dense<K, T>(P, tile, scratch, from, to);
     }
 }
@@ -871,7 +883,7 @@ void head_item(const void* data, int64_t number, char* memory) {
       Tile<T> tile = tile_at(P, b, h, t);
       if (tile.n == 0) continue;
       load_tile(P, tile, scratch);
-      if (A.where[tile.number] >= 0) {
+      if (A.where[tile.row0] >= 0) {
         queries_sparse<K, T>(P, tile, scratch);
         keys_sparse(P, tile, scratch, 0, P.keys(b));
       } else {
@@ -898,11 +910,12 @@ int32_t backward_kind(const Args& A) {
     const int64_t t = number % tiles_of(A.T, ROWS), head = number / tiles_of(A.T, ROWS);
     const int64_t b = head / A.H, n = smaller(ROWS, P.queries(b) - t * ROWS);
     if (n <= 0) continue;
-    if (A.where[number] < 0) {
+    const int64_t row = P.row(b, head % A.H, t * ROWS);
+    if (A.where[row] < 0) {
       dense = true;
       continue;
     }
-    const int32_t* count = A.count + P.row(b, head % A.H, t * ROWS);
+    const int32_t* count = A.count + row;
     for (int64_t i = 0; i < n; i++) entries += count[i];
   }
   T* lists = allocate<T>(2 * entries + 2 * all_rows);

@@ -57,6 +57,19 @@ void copy_rows(const T* x, int64_t ld, int64_t n, int64_t E, const T* factor, T*
   for (int64_t i = n; i % MR; i++) memset(out + i * E, 0, E * sizeof(T));
 }
 
+template <class T>
+bool finite(const T* x, int64_t E) {
+  V<T> zero = {};
+  for (int64_t e = 0; e < E; e += LANES<T>) zero += load(x + e) * 0;
+  return sum<T>(zero) == 0;
+}
+template <class T>
+bool finite_rows(const T* x, int64_t ld, int64_t n, int64_t E) {
+  bool all = true;
+  for (int64_t i = 0; i < n; i++) all &= finite(x + i * ld, E);
+  return all;
+}
+
 // out[i, j] = Σ_e rows[i, e]·panel[e, j] for one group of rows and one block of keys.
 template <class T>
 __attribute__((noinline)) void scores(const T* rows, const T* panel, int64_t E, T* out, int64_t ld) {
@@ -71,7 +84,7 @@ __attribute__((noinline)) void scores(const T* rows, const T* panel, int64_t E, 
       for (int i = 0; i < MR; i++) {
         V<T> x = splat(rows[i * E + e]);
 #pragma GCC unroll 8
-        for (int c = 0; c < REGISTER_VECTORS; c++) acc[i][c] += x * key[c];
+        for (int c = 0; c < REGISTER_VECTORS; c++) acc[i][c] = fma<T>(x, key[c], acc[i][c]);
       }
     }
 #pragma GCC unroll 8
@@ -96,7 +109,7 @@ INLINE void gemm_tile(T* c, int64_t ldc, const T* a, int64_t am, int64_t ak, con
     for (int i = 0; i < M; i++) {
       V<T> y = splat(a[i * am]);
 #pragma GCC unroll 16
-      for (int n = 0; n < N; n++) acc[i][n] += y * x[n];
+      for (int n = 0; n < N; n++) acc[i][n] = fma<T>(y, x[n], acc[i][n]);
     }
   }
 #pragma GCC unroll 16
@@ -147,7 +160,7 @@ INLINE void combine_columns(T* out, const T* w, const int32_t* index, int64_t n,
     const T* row = x + index[l] * ld;
     V<T> y = splat(w[l]);
 #pragma GCC unroll 16
-    for (int c = 0; c < N; c++) acc[c] += y * load(row + c * LANES<T>);
+    for (int c = 0; c < N; c++) acc[c] = fma<T>(y, load(row + c * LANES<T>), acc[c]);
   }
 #pragma GCC unroll 16
   for (int c = 0; c < N; c++) store(out + c * LANES<T>, acc[c]);
@@ -172,10 +185,10 @@ void dots(T* dot, const T* y, const int32_t* index, int64_t n, const T* x, int64
     V<T> acc[2] = {};
     int64_t d = 0;
     for (; d + 2 * LANES<T> <= D; d += 2 * LANES<T>) {
-      acc[0] += load(y + d) * load(row + d);
-      acc[1] += load(y + d + LANES<T>) * load(row + d + LANES<T>);
+      acc[0] = fma<T>(load(y + d), load(row + d), acc[0]);
+      acc[1] = fma<T>(load(y + d + LANES<T>), load(row + d + LANES<T>), acc[1]);
     }
-    if (d < D) acc[0] += load(y + d) * load(row + d);
+    if (d < D) acc[0] = fma<T>(load(y + d), load(row + d), acc[0]);
     dot[l] = sum<T>(acc[0] + acc[1]);
   }
 }

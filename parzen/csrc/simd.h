@@ -3,6 +3,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <initializer_list>
+
 #if defined(__AVX512F__) || defined(__AVX2__) || defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -60,6 +62,23 @@ INLINE void store(T* p, V<T> x) {
 template <class T>
 INLINE V<T> splat(T x) {
   return x - V<T>{};  // x + 0 would not be x for −0, and so cost an addition
+}
+// a·b + c, rounded once where the instruction set can. The compiler is told not to contract by itself
+// (-ffp-contract=off): the same formula must give the same bits wherever it is inlined.
+template <class T>
+INLINE V<T> fma(V<T> a, V<T> b, V<T> c) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return (V<T>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  else return (V<T>)_mm512_fmadd_pd((__m512d)a, (__m512d)b, (__m512d)c);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return (V<T>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  else return (V<T>)_mm256_fmadd_pd((__m256d)a, (__m256d)b, (__m256d)c);
+#elif defined(__ARM_NEON)
+  if constexpr (sizeof(T) == 4) return (V<T>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+  else return (V<T>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+#else
+  return a * b + c;
+#endif
 }
 // As maxps: b where the comparison is unordered.
 template <class T>
@@ -193,54 +212,55 @@ INLINE int64_t keep(T* score, int32_t* index, int64_t from, uint32_t bits, int64
 #endif
 }
 
-// 2ⁿ·x for small integers n held as floating-point numbers plus the magic constant.
 INLINE V<float> exponential(V<float> x) {
-  const float magic = 12582912.0f;
+  const V<float> magic = splat(12582912.0f);
   x = select<float>(x > 88.0f, splat(88.0f), x);
-  I<float> tiny = x < -87.0f;
-  V<float> t = x * 1.44269504088896341f + magic, n = t - magic;
-  V<float> y = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  const I<float> tiny = x < -87.0f;
+  const V<float> t = fma<float>(x, splat(1.44269504088896341f), magic), n = t - magic;
+  V<float> y = fma<float>(n, splat(-0.693359375f), x);
+  y = fma<float>(n, splat(2.12194440e-4f), y);
   V<float> p = splat(1.9875691500e-4f);
-  p = p * y + 1.3981999507e-3f;
-  p = p * y + 8.3334519073e-3f;
-  p = p * y + 4.1665795894e-2f;
-  p = p * y + 1.6666665459e-1f;
-  p = p * y + 5.0000001201e-1f;
-  p = p * (y * y) + y + 1.0f;
-  V<float> out = (V<float>)((I<float>)p + ((I<float>)t << 23));
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = fma<float>(p, y, splat(c));
+  p = fma<float>(p, y * y, y) + 1.0f;
+  // The low bits of t hold n: they go to the exponent of p.
+  const V<float> out = (V<float>)((I<float>)p + ((I<float>)t << 23));
   return select<float>(tiny, V<float>{}, out);
 }
 INLINE V<double> exponential(V<double> x) {
-  const double magic = 6755399441055744.0;
+  const V<double> magic = splat(6755399441055744.0);
   x = select<double>(x > 709.0, splat(709.0), x);
-  I<double> tiny = x < -708.0;
-  V<double> t = x * 1.4426950408889634 + magic, n = t - magic;
-  V<double> y = (x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+  const I<double> tiny = x < -708.0;
+  const V<double> t = fma<double>(x, splat(1.4426950408889634), magic), n = t - magic;
+  V<double> y = fma<double>(n, splat(-6.93147180369123816490e-01), x);
+  y = fma<double>(n, splat(-1.90821492927058770002e-10), y);
   V<double> p = splat(1.0 / 6227020800);
-  const double factorials[] = {479001600, 39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1};
-  for (double f : factorials) p = p * y + 1 / f;
-  V<double> out = (V<double>)((I<double>)p + ((I<double>)t << 52));
+  for (double f : {479001600., 39916800., 3628800., 362880., 40320., 5040., 720., 120., 24., 6., 2., 1., 1.})
+    p = fma<double>(p, y, splat(1 / f));
+  const V<double> out = (V<double>)((I<double>)p + ((I<double>)t << 52));
   return select<double>(tiny, V<double>{}, out);
 }
 
 // log x for normal x > 0; other lanes hold anything.
 template <class T>
 INLINE V<T> logarithm(V<T> x) {
-  constexpr bool f = sizeof(T) == 4;
+  constexpr bool single = sizeof(T) == 4;
   using Int = typename Simd<T>::Int;
-  constexpr int bits = f ? 23 : 52;
-  const Int half = f ? (Int)0x3f3504f3 : (Int)0x3fe6a09e667f3bcdLL;  // √½
-  I<T> ix = (I<T>)x, e = (ix - half) >> bits;
-  V<T> m = (V<T>)(ix - (e << bits));
-  V<T> z = (m - 1) / (m + 1), z2 = z * z, p = V<T>{};
-  for (int d = f ? 11 : 23; d >= 3; d -= 2) p = (p + T(1) / d) * z2;
-  V<T> n = __builtin_convertvector(e, V<T>);
-  return n * T(0.693359375) + (n * T(-2.121944400546905827679e-4) + (2 * z + 2 * z * p));
+  constexpr int bits = single ? 23 : 52;
+  const Int half = single ? (Int)0x3f3504f3 : (Int)0x3fe6a09e667f3bcdLL;  // √½
+  const I<T> ix = (I<T>)x, e = (ix - half) >> bits;
+  const V<T> m = (V<T>)(ix - (e << bits));
+  // 2·atanh z with z = (m − 1)/(m + 1).
+  const V<T> z = (m - 1) / (m + 1), z2 = z * z, n = __builtin_convertvector(e, V<T>);
+  V<T> p = V<T>{};
+  for (int d = single ? 11 : 23; d >= 3; d -= 2) p = (p + T(1) / d) * z2;
+  const V<T> small = fma<T>(2 * z, p, 2 * z);
+  return fma<T>(n, splat(T(0.693359375)), fma<T>(n, splat(T(-2.121944400546905827679e-4)), small));
 }
 // log(1 + u) where 1 + u > 0, accurate for small u.
 template <class T>
 INLINE V<T> log_one_plus(V<T> u) {
-  V<T> y = 1 + u;
+  const V<T> y = 1 + u;
   return logarithm<T>(y) + (u - (y - 1)) / y;
 }
 

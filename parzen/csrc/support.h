@@ -31,11 +31,12 @@ struct Shape {
         r(splat(exponent)) {}
 
   INLINE V<T> u(V<T> s) const { return ((s - m) - sigma) * c; }
+  INLINE V<T> y(V<T> s) const { return fma<T>((s - m) - sigma, c, splat<T>(1)); }
 
   // Whether a score belongs to the support; a NaN does.
   INLINE I<T> on(V<T> s) const {
     if constexpr (closed) return ~(s <= cut);
-    else return ~(1 + u(s) <= 0);
+    else return ~(y(s) <= 0);
   }
   // φ of a score known to be on the support, and φ'·r·c for powers, φ itself for exp.
   INLINE void raw(V<T> s, V<T>& phi, V<T>& slope) const {
@@ -45,7 +46,7 @@ struct Shape {
       phi = V<T>{} + 1;
       slope = V<T>{};
     } else {
-      V<T> z = u(s), y = 1 + z;
+      const V<T> y = this->y(s);
       if constexpr (K == POWER_1) {
         phi = y;
         slope = c;
@@ -56,7 +57,7 @@ struct Shape {
         slope = 3 * c * (y * y);
         phi = y * y * y;
       } else {
-        phi = exponential(r * log_one_plus<T>(z));
+        phi = exponential(r * log_one_plus<T>(u(s)));
         // A NaN must survive the bit tricks of log and exp.
         phi = select<T>(y == y, phi, y);
         slope = r * c * (phi / y);
@@ -78,8 +79,7 @@ struct Shape {
   }
   // y-derivative factor of r: p·(log y − 1 + 1/y); the bracket is u²/2 − 2u³/3 + … near u = 0.
   INLINE V<T> exponent_factor(V<T> s, V<T> p) const {
-    V<T> z = u(s), y = 1 + z;
-    V<T> exact = log_one_plus<T>(z) - z / y;
+    const V<T> z = u(s), exact = log_one_plus<T>(z) - z / (1 + z);
     V<T> series = V<T>{};
     constexpr int terms = sizeof(T) == 4 ? 9 : 17;
     for (int n = terms; n >= 2; n--) series = series * z + (n % 2 ? -1 : 1) * T(n - 1) / n;
@@ -129,8 +129,7 @@ INLINE T last_step(T r) {
 // y^r and y^{r−1} at z = s − m − σ, zero where y ≤ 0.
 template <Kind K, class T>
 INLINE void rise(V<T> z, V<T> r, V<T> c, V<T>& mass, V<T>& slope) {
-  const V<T> u = z * c;
-  V<T> y = 1 + u;
+  V<T> y = fma<T>(z, c, splat<T>(1));
   const I<T> inside = y > 0;
   y = select<T>(inside, y, V<T>{});
   if constexpr (K == POWER_1) {
@@ -144,7 +143,7 @@ INLINE void rise(V<T> z, V<T> r, V<T> c, V<T>& mass, V<T>& slope) {
     slope += y2;
     mass += y2 * y;
   } else {
-    const V<T> phi = exponential(r * log_one_plus<T>(u));
+    const V<T> phi = exponential(r * log_one_plus<T>(z * c));
     mass += select<T>(inside, phi, V<T>{});
     slope += select<T>(inside, phi / y, V<T>{});
   }
@@ -285,7 +284,6 @@ template <class T>
 struct Row {
   T cut, m, r, level;
   int64_t n, trigger;
-  int32_t lo, hi;
   T *score, *weight;
   int32_t* index;
 };
@@ -302,11 +300,13 @@ INLINE T unit_mass_cut(T m, T sigma, T r) {
 }
 
 template <Kind K, class T>
-void start(const Args& A, Row<T>& row) {
+void start(const Args& A, Row<T>& row, int64_t keys) {
   row.n = 0;
   row.m = -INFINITY;
   row.cut = A.rule == THRESHOLD ? cut_at<K, T>(row.level) : -(T)INFINITY;
   row.trigger = A.rule == UNIT_MASS ? 16 : A.rule == NEAREST ? A.nearest + 16 : A.rule == MARGIN ? 64 : INT64_MAX;
+  // The last solve takes few keys as they are.
+  if (keys <= SHORT) row.trigger = INT64_MAX;
 }
 
 template <Kind K, class T>

@@ -1,0 +1,467 @@
+"""The CPU engine against the float64 witness, and what it promises beyond the values."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import parzen
+from parzen.backends import BACKENDS, cpu
+from parzen.testing import check_kernel, witness
+
+if cpu.info()["built"] is False:
+    pytest.skip("the CPU engine was not built", allow_module_level=True)
+
+ISAS = cpu.info()["isas"]
+KERNELS = [
+    "gaussian",
+    "epanechnikov",
+    "biweight",
+    "triweight",
+    "entmax?alpha=1.3",
+    "entmax?alpha=1.001",
+    "normrelu",
+    "normrelu?radius=2",
+    "relumax",
+    "power?r=2&margin=1.5",
+    "power?r=3&radius=1.6",
+    "power?r=1.5&margin=2",
+    "power?r=0&margin=1",
+    "knn_uniform?k=3",
+    "knn_gaussian?k=4",
+    "uniform?radius=1.4",
+    "gaussian_truncated?radius=1.4",
+    "exp?margin=2",
+]
+SMOOTH = [
+    "gaussian",
+    "epanechnikov",
+    "biweight",
+    "triweight",
+    "entmax?alpha=1.3",
+    "entmax?alpha=1.001",
+    "normrelu?radius=2",
+    "relumax",
+    "power?r=2&margin=1.5",
+    "knn_gaussian?k=4",
+]
+
+
+@pytest.fixture(autouse=True)
+def _backend(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(BACKENDS, "cpu", cpu)
+
+
+@pytest.fixture(params=ISAS)
+def isa(request, monkeypatch: pytest.MonkeyPatch) -> str:
+    engine = cpu._choose(request.param)
+    monkeypatch.setattr(cpu, "_engine", lambda: engine)
+    return request.param
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def attention(*tensors: Tensor, kernel="epanechnikov", **options) -> Tensor:
+    return parzen.attention(*tensors, kernel=kernel, backend="cpu", **options)
+
+
+def inputs(*sizes: int, dtype=torch.float32, seed: int = 0, grad: bool = True) -> list[Tensor]:
+    """q, k, v for sizes B, H, Hk, T, S, E, Ev."""
+    b, h, hk, t, s, e, ev = sizes
+    g = torch.Generator().manual_seed(seed)
+    shapes = (b, h, t, e), (b, hk, s, e), (b, hk, s, ev)
+    return [torch.randn(*n, generator=g, dtype=torch.float64).to(dtype).requires_grad_(grad) for n in shapes]
+
+
+def run(f, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients of Σ f·(fixed random numbers)."""
+    tensors = tuple(x.detach().requires_grad_() for x in tensors)
+    o = f(*tensors)
+    g = torch.Generator().manual_seed(7)
+    seed = torch.randn(o.shape, generator=g, dtype=torch.float64).to(o.dtype)
+    return o.detach(), *torch.autograd.grad(o, tensors, seed)
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_small_calls_agree_with_the_witness(kernel: str, dtype: torch.dtype):
+    # At the boundary of a fractional power, and where scale and radius cancel, float32 shows its rounding.
+    loose = {torch.float32: 3e-5} if "?r=" in kernel else {}
+    assert check_kernel(kernel, "cpu", dtype, tolerance=loose.get(dtype)) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_instruction_set_on_small_calls(isa: str, kernel: str, dtype: torch.dtype):
+    loose = {torch.float32: 3e-5} if "?r=" in kernel else {}
+    assert check_kernel(kernel, "cpu", dtype, tolerance=loose.get(dtype)) > 20
+
+
+# From a handful of keys a query to all of them, so that lists, dense tiles and mixtures occur; several
+# tiles of queries and blocks of keys, none of them whole.
+LONG = {
+    "sparse": {"scale": 1.0},
+    "causal": {"scale": 0.5, "is_causal": True},
+    "dense": {"scale": 0.01},
+    "window": {"scale": 0.3, "window": (90, 20)},
+}
+
+
+@pytest.mark.parametrize("case", LONG)
+@pytest.mark.parametrize("kernel", SMOOTH)
+def test_long_calls_agree_with_the_witness(isa: str, kernel: str, case: str):
+    qkv = inputs(1, 2, 1, 131, 419, 24, 40, dtype=torch.float64)
+    options = {"enable_gqa": True, **LONG[case]}
+    expected = run(lambda *x: witness(*x, kernel=kernel, **without_gqa(options)), *qkv)
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 3e-5)):
+        got = run(lambda *x: attention(*x, kernel=kernel, **options), *(x.to(dtype) for x in qkv))
+        for a, b in zip(got, expected, strict=True):
+            assert_close(a.double(), b, atol=tolerance * max(1, float(b.abs().max())), rtol=0)
+
+
+def without_gqa(options: dict) -> dict:
+    return {k: v for k, v in options.items() if k != "enable_gqa"}
+
+
+@pytest.mark.parametrize("kernel", ["epanechnikov", "triweight", "relumax"])
+def test_lists_beyond_the_budget_are_recomputed(kernel: str, monkeypatch: pytest.MonkeyPatch):
+    qkv = inputs(2, 2, 2, 100, 200, 16, 16, dtype=torch.float64)
+    expected = run(lambda *x: attention(*x, kernel=kernel, scale=1.0), *qkv)
+    monkeypatch.setattr(cpu, "PER_ROW", 1)
+    for a, b in zip(run(lambda *x: attention(*x, kernel=kernel, scale=1.0), *qkv), expected, strict=True):
+        assert_close(a, b, atol=1e-12, rtol=1e-10)
+
+
+def test_float32_is_as_exact_as_dense_float32(isa: str):
+    qkv = inputs(1, 2, 2, 150, 1500, 64, 64, dtype=torch.float64)
+    single = [x.float() for x in qkv]
+    for kernel in ("epanechnikov", "biweight", "triweight", "relumax"):
+        exact = run(lambda *x: witness(*x, kernel=kernel), *(x.double() for x in single))  # noqa: B023
+        mine = run(lambda *x: attention(*x, kernel=kernel), *single)  # noqa: B023
+        dense = run(lambda *x: parzen.attention(*x, kernel=kernel, backend="reference"), *single)  # noqa: B023
+        for a, b, c in zip(mine, dense, exact, strict=True):
+            error, peer = (float((x.double() - c).abs().max()) for x in (a, b))
+            assert error <= 3 * peer + 1e-6
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4])
+@pytest.mark.parametrize("kernel", SMOOTH)
+def test_large_scores(kernel: str, size: float):
+    # Integers times a power of two: the shift is exact, so that the result may not change at all.
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randint(-2, 3, (1, 1, 70, 4), generator=g).float() for _ in range(3))
+    bias = torch.full((1, 1, 1, 70), size)
+    options = {"kernel": kernel, "scale": 0.25}
+    if "radius" in kernel:
+        pytest.skip("a radius is not invariant under a shift")
+    assert_close(attention(q, k, v, bias, **options), attention(q, k, v, **options), atol=1e-5, rtol=0)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", SMOOTH)
+def test_a_row_with_nothing_changes_no_other_row(kernel: str):
+    qkv = inputs(1, 2, 2, 60, 130, 16, 16)
+    mask = torch.ones(60, 130, dtype=torch.bool)
+    everything = run(lambda *x: attention(*x, mask, kernel=kernel), *qkv)
+    mask[17] = False
+    o, dq, _, _ = run(lambda *x: attention(*x, mask, kernel=kernel), *qkv)
+    assert not o[:, :, 17].any()
+    assert not dq[:, :, 17].any()
+    others = torch.arange(60) != 17
+    assert torch.equal(o[:, :, others], everything[0][:, :, others])
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.01])
+@pytest.mark.parametrize("kernel", SMOOTH)
+def test_nan_stays_in_its_rows(kernel: str, scale: float):
+    q, k, v = inputs(1, 1, 1, 100, 100, 16, 16)
+    clean = run(lambda *x: attention(*x, is_causal=True, kernel=kernel, scale=scale), q, k, v)[0]
+    q, k, v = (x.detach().clone() for x in (q, k, v))
+    q[0, 0, 5] = torch.nan
+    k[0, 0, 80] = torch.nan
+    o, dq, _, _ = run(lambda *x: attention(*x, is_causal=True, kernel=kernel, scale=scale), q, k, v)
+    bad = (torch.arange(100) >= 80) | (torch.arange(100) == 5)
+    assert o[0, 0, bad].isnan().all()
+    assert dq[0, 0, bad].isnan().all()
+    assert torch.equal(o[0, 0, ~bad], clean[0, 0, ~bad])
+    assert dq[0, 0, ~bad].isfinite().all()
+
+
+def test_unseen_garbage_is_not_seen():
+    for scale in (1.0, 0.01):
+        qkv = inputs(1, 1, 1, 90, 90, 16, 16)
+        q, k, v = (x.detach().clone() for x in qkv)
+        k[:, :, 70:] = torch.nan
+        v[:, :, 70:] = torch.inf
+        q[:, :, 80:] = torch.nan
+        mask = torch.ones(90, 90, dtype=torch.bool)
+        mask[:, 70:] = False
+        mask[80:] = False
+        for kernel in ("epanechnikov", "relumax", "normrelu?radius=2"):
+            got = run(lambda *x: attention(*x, mask, kernel=kernel, scale=scale), q, k, v)  # noqa: B023
+            assert all(x.isfinite().all() for x in got)
+
+
+def test_additive_masks_of_any_kind():
+    qkv = inputs(2, 2, 2, 40, 50, 8, 8)
+    mask = torch.rand(2, 1, 40, 50, generator=torch.Generator().manual_seed(0)) < 0.5
+    expected = run(lambda *x: attention(*x, mask), *qkv)
+    for dtype in (torch.float32, torch.bfloat16):
+        for low in (-torch.inf, torch.finfo(dtype).min):
+            bias = torch.where(mask, 0.0, low).to(dtype)
+            for a, b in zip(run(lambda *x: attention(*x, bias), *qkv), expected, strict=True):  # noqa: B023
+                assert torch.equal(a, b)
+
+
+# ---- layout --------------------------------------------------------------------------------------
+
+
+def test_strides_do_not_matter():
+    q, k, v = inputs(2, 3, 3, 33, 47, 16, 16)
+    mask = torch.rand(2, 3, 47, 33, generator=torch.Generator().manual_seed(0)) < 0.7
+    expected = attention(q, k, v, mask.mT.contiguous())
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert torch.equal(attention(*strided, mask.mT), expected)
+    columns = [x.mT.contiguous().mT for x in (q, k, v)]
+    assert torch.equal(attention(*columns, mask.mT), expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4), (7, 0, 4), (0, 7, 4), (5, 5, 0), (1, 1000, 3)])
+def test_lengths_from_zero(shape: tuple[int, int, int]):
+    t, s, e = shape
+    q, k, v = inputs(2, 2, 2, t, s, e, 5)
+    o, *grads = run(lambda *x: attention(*x), q, k, v)
+    assert o.shape == (2, 2, t, 5)
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    if s == 0:
+        assert not o.any()
+
+
+def test_broadcast_masks_stay_small():
+    q, k, v = inputs(1, 1, 1, 2, 3, 4, 4, grad=False)
+    mask = torch.tensor([[True, False, True]]).expand(2, 3)
+    assert_close(attention(q, k, v, mask), witness(q, k, v, mask, kernel="epanechnikov").float())
+
+
+# ---- determinism, threads, processes -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [0.6, 0.02])
+@pytest.mark.parametrize("kernel", ["epanechnikov", "triweight", "relumax", "knn_gaussian", "gaussian"])
+def test_bits_do_not_depend_on_threads(isa: str, kernel: str, scale: float, threads):
+    # One key head: one thread takes it whole, two and three share its tiles and its keys.
+    qkv = inputs(1, 2, 1, 500, 700, 16, 16)
+    results = []
+    for n in (1, 2, 3, 2):
+        threads(n)
+        results.append(
+            run(lambda *x: attention(*x, kernel=kernel, scale=scale, enable_gqa=True, is_causal=True), *qkv)
+        )
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_threads_may_call_at_once():
+    qkv = [x.detach() for x in inputs(2, 4, 4, 200, 200, 16, 16)]
+    expected = run(lambda *x: attention(*x, kernel="biweight"), *qkv)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(run, lambda *x: attention(*x, kernel="biweight"), *qkv) for _ in range(12)]
+        for call in calls:
+            for a, b in zip(call.result(), expected, strict=True):
+                assert torch.equal(a, b)
+
+
+def test_a_forked_child_works():
+    q, k, v = inputs(1, 2, 2, 64, 64, 16, 16, grad=False)
+    expected = attention(q, k, v)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        os.write(write, b"1" if torch.equal(attention(q, k, v), expected) else b"0")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 1) == b"1"
+
+
+def test_an_unknown_instruction_set_is_one_clear_error():
+    code = "from parzen.backends import cpu; cpu.info()"
+    environment = {**os.environ, "PARZEN_CPU_ISA": "sse9"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ValueError: PARZEN_CPU_ISA='sse9'")
+    assert all(name in last for name in ISAS)
+
+
+# ---- gradients and transforms --------------------------------------------------------------------
+
+
+def parameters(kernel: str) -> tuple:
+    """A call with every differentiable argument, and its tensors in float64."""
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (x.detach() for x in inputs(2, 2, 1, 5, 7, 3, 2, dtype=torch.float64))
+    bias = torch.randn(1, 2, 5, 7, generator=g, dtype=torch.float64)
+    slopes = torch.rand(2, generator=g, dtype=torch.float64)
+    scale = torch.rand(2, 1, generator=g, dtype=torch.float64) + 0.5
+    extra = torch.rand(2, generator=g, dtype=torch.float64)
+
+    def call(q, k, v, bias, slopes, scale, extra):
+        chosen = kernel
+        if kernel == "entmax":
+            chosen = parzen.kernel("entmax", alpha=1.3 + 0.4 * extra)
+        if kernel == "relumax":
+            chosen = parzen.kernel("relumax", margin=0.5 + extra)
+        return attention(
+            q, k, v, bias, kernel=chosen, scale=scale, alibi_slopes=slopes, enable_gqa=True, window=(5, 3)
+        )
+
+    return call, [x.requires_grad_() for x in (q, k, v, bias, slopes, scale, extra)]
+
+
+DIFFERENTIABLE = ["gaussian", "epanechnikov", "biweight", "entmax", "normrelu?radius=2", "relumax", "exp?k=4"]
+
+
+@pytest.mark.parametrize("kernel", DIFFERENTIABLE)
+def test_first_derivatives(kernel: str):
+    call, tensors = parameters(kernel)
+    assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
+
+
+@pytest.mark.parametrize("kernel", DIFFERENTIABLE)
+def test_second_derivatives(kernel: str):
+    call, tensors = parameters(kernel)
+    assert torch.autograd.gradgradcheck(call, tensors, fast_mode=True)
+
+
+def test_gradients_near_softmax():
+    """dα at α − 1 = 1e-4, where float64 differences of the formula lose their digits."""
+    q, k, v = (x.detach() for x in inputs(1, 1, 1, 4, 6, 3, 2, dtype=torch.float64))
+    for alpha in (1.0001, 1.01, 1.5, 1.9):
+        a = torch.tensor([alpha], dtype=torch.float64, requires_grad=True)
+        f = lambda a: attention(q, k, v, kernel=parzen.kernel("entmax", alpha=a))  # noqa: E731
+        (got,) = torch.autograd.grad(f(a).sum(), a)
+        step = 1e-6
+        expected = (f(a.detach() + step).sum() - f(a.detach() - step).sum()) / (2 * step)
+        assert_close(got[0], expected, atol=1e-6, rtol=1e-5)
+
+
+def test_ties_share_the_gradient_of_the_best():
+    q = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    k = torch.tensor([1.0, 1.0, 0.5], dtype=torch.float64).reshape(1, 1, 3, 1).requires_grad_()
+    v = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64).reshape(1, 1, 3, 1)
+    o = attention(q, k, v, scale=1.0, kernel="relumax")
+    # w = (1, 1, ½)/2.5, a = 1/2.5, μ = o = 2.
+    assert_close(o.item(), 2.0)
+    (dk,) = torch.autograd.grad(o, k)
+    ds = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64) / 2.5
+    ds[:2] -= ds.sum() / 2
+    assert_close(dk.flatten(), ds)
+
+
+@pytest.mark.parametrize("kernel", ["epanechnikov", "relumax"])
+def test_functional_transforms(kernel: str):
+    call, tensors = parameters(kernel)
+    tensors = [x.detach() for x in tensors]
+    q = tensors[0]
+
+    def loss(q, *rest):
+        return call(q, *rest).square().sum()
+
+    # Only relumax uses the last one, its margin.
+    count = 7 if kernel == "relumax" else 6
+    grads = torch.func.grad(loss, argnums=tuple(range(count)))(*tensors)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    expected = torch.autograd.grad(loss(*leaves), leaves[:count])
+    for a, b in zip(grads, expected, strict=True):
+        assert_close(a, b)
+
+    many = torch.stack([q, 2 * q, -q])
+    batched = torch.func.vmap(lambda x: call(x, *tensors[1:]))(many)
+    assert_close(batched, torch.stack([call(x, *tensors[1:]) for x in many]))
+    per_sample = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 3, 4)), (0,) + (None,) * 6)(many, *tensors[1:])
+    single = [torch.func.grad(loss, argnums=(0, 1, 3, 4))(x, *tensors[1:]) for x in many]
+    for n, got in enumerate(per_sample):
+        assert_close(got, torch.stack([s[n] for s in single]))
+
+    jacobian = torch.func.jacrev(lambda x: call(x, *tensors[1:]))(q)
+    assert_close(jacobian, torch.autograd.functional.jacobian(lambda x: call(x, *tensors[1:]), q))
+
+
+def test_compiles_once_for_all_lengths():
+    torch._dynamo.reset()
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def f(q, k, v):
+        return attention(q, k, v, is_causal=True, kernel="biweight")
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=counter)
+    for n in (33, 70, 150):
+        qkv = inputs(2, 2, 2, n, n + 5, 16, 16, seed=n)
+        for a, b in zip(run(compiled, *qkv), run(f, *qkv), strict=True):
+            assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+def test_library_ops_are_sound():
+    tensors = (*inputs(1, 2, 2, 10, 12, 16, 16, grad=False), *[None] * 7)
+    numbers = (1, 1, 0, 2, -1, -1, 0.5, 0.0, 2.0, 0.0)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.parzen.cpu_forward.default, (*tensors, *numbers, False), test_utils=checks)
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.01])
+@pytest.mark.parametrize("kernel", ["epanechnikov", "triweight", "relumax", "gaussian"])
+def test_dropout_backward_repeats_the_mask(kernel: str, scale: float):
+    # One dense and one sparse scale. The output is linear in v and smooth in q under a fixed seed.
+    qkv = inputs(1, 2, 2, 60, 80, 4, 3, dtype=torch.float64)
+
+    def f(*x: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return attention(*x, kernel=kernel, scale=scale, dropout_p=0.4)
+
+    assert torch.equal(f(*qkv), f(*qkv))
+    _, *grads = run(f, *qkv)
+    g = torch.Generator().manual_seed(7)
+    seed = torch.randn(1, 2, 60, 3, generator=g, dtype=torch.float64)
+    for n in range(3):
+        direction = torch.randn(qkv[n].shape, generator=g, dtype=torch.float64)
+        moved = [[x + (sign * 1e-6 * direction if i == n else 0) for i, x in enumerate(qkv)] for sign in (1, -1)]
+        slope = sum(s * (f(*x) * seed).sum() for s, x in zip((1, -1), moved, strict=True)) / 2e-6
+        assert_close((grads[n] * direction).sum(), slope.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_keeps_the_expectation():
+    q, k, v = inputs(1, 1, 1, 4, 50, 8, 8, grad=False)
+    expected = attention(q, k, v, kernel="triweight")
+    torch.manual_seed(0)
+    draws = torch.stack([attention(q, k, v, kernel="triweight", dropout_p=0.3) for _ in range(3000)])
+    spread = draws.std(0) / 3000**0.5
+    assert ((draws.mean(0) - expected).abs() < 5 * spread + 1e-6).all()
+    ones = attention(q, k, torch.ones_like(v), kernel="gaussian", scale=1e-6, dropout_p=0.3)
+    assert_close(ones * 50 * 0.7, (ones * 50 * 0.7).round(), atol=1e-3, rtol=0)
+    assert not attention(q, k, v, dropout_p=1.0).any()
