@@ -39,9 +39,7 @@ def text(tmp_path_factory):
     return path
 
 
-TOY = demo.DemoConfig(
-    vocab=300, context=16, batch=2, layers=1, heads=2, width=8, slots=4, curve=3, sample=5, share_windows=4
-)
+TOY = demo.DemoConfig(vocab=300, context=16, batch=2, layers=1, heads=2, width=8, slots=4, curve=3, sample=5)
 
 
 # ---- end to end ----------------------------------------------------------------------------------
@@ -134,6 +132,24 @@ def test_an_interruption_keeps_what_was_done(text, tmp_path, monkeypatch, capsys
 def _interrupt(model, batches, config):
     raise KeyboardInterrupt
     yield
+
+
+def test_a_kernel_that_fails_does_not_take_the_others_with_it(text, tmp_path, monkeypatch):
+    real = demo._model
+
+    def broken(config, vocab, kernel):
+        model = real(config, vocab, kernel)
+        if kernel == "relumax":
+            model.norm.weight.data.fill_(torch.nan)
+        return model
+
+    monkeypatch.setattr(demo, "_model", broken)
+    config = replace(TOY, data=text, steps=2, kernels=("gaussian", "relumax"), to=tmp_path)
+    with pytest.raises(UserError, match="relumax: the loss became nan at step 1"):
+        demo.run(config)
+    first, second = json.loads((tmp_path / "results.json").read_text())["kernels"]
+    assert first["share"] == 1
+    assert second["loss"] is None
 
 
 def test_ctrl_c_from_outside(text, tmp_path):

@@ -15,6 +15,7 @@ import torch
 
 from parzen.attention import info
 from parzen.lab import console, evaluate, figures
+from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
 from parzen.lab.tasks.ngrams import Bigram
 from parzen.lab.tasks.stories import Stories, load_stories
@@ -34,9 +35,8 @@ class DemoConfig:
         kernels: as ``parzen.kernel`` spells them.
         minutes: about how long all kernels take together; turned into steps by timing each kernel.
         steps: that number itself; ``minutes`` is then ignored.
-        curve: how often the validation loss is taken on the way, on ``sample`` windows; the last point
-            is on all.
-        share_windows: how many windows the share of keys is counted on.
+        curve: how often the validation loss is taken; the last time on all windows, before on ``sample``
+            of them. The share of keys is counted on these, too.
     """
 
     data: Path | None = None
@@ -58,7 +58,6 @@ class DemoConfig:
     slots: int = 448
     curve: int = 8
     sample: int = 64
-    share_windows: int = 64
 
 
 @dataclass
@@ -82,7 +81,8 @@ def run(config: DemoConfig) -> int:
     """Trains, prints and saves; returns the exit status, 130 after Ctrl-C.
 
     Raises:
-        UserError: files that cannot be read or written.
+        UserError: files that cannot be read or written, or a loss that is no number (what was done before
+            is saved).
     """
     began = time.monotonic()
     # Better to learn now than in four minutes that nothing can be written.
@@ -97,7 +97,7 @@ def run(config: DemoConfig) -> int:
     )
     unigram, bigram = Bigram(stories.train, stories.vocab).losses(stories.valid)
     results: list[Result] = []
-    status = 0
+    status, failure = 0, None
     try:
         _choose_threads(config, stories)
         steps = config.steps or _steps(config, stories, 60 * config.minutes - (time.monotonic() - began))
@@ -112,7 +112,11 @@ def run(config: DemoConfig) -> int:
     except KeyboardInterrupt:
         status = 130
         print("interrupted; this is what was done so far")
+    except UserError as error:
+        failure = UserError(f"{results[-1].kernel}: {error}")
     _report(config, stories, results, {"unigram": unigram, "bigram": bigram}, time.monotonic() - began)
+    if failure:
+        raise failure
     return status
 
 
@@ -152,7 +156,7 @@ def _steps(config: DemoConfig, stories: Stories, seconds: float) -> int:
     """How many steps each kernel can take if all of them are to end in ``seconds``."""
     inputs, targets = stories.windows(config.context)
     part = inputs[:32], targets[:32]
-    windows = len(inputs) + config.curve * config.sample + 2 * config.share_windows
+    windows = len(inputs) + (config.curve + 2) * config.sample
     a_step = evaluations = 0.0
     began = time.monotonic()
     for name in config.kernels:
@@ -190,7 +194,8 @@ def _train(
             progress.mark(status)
     result.loss = evaluate.loss(model, (inputs, targets))
     result.curve.append((result.tokens, result.loss))
-    result.share = evaluate.share_of_keys(model, inputs[spread][: config.share_windows])
+    # The last window is padded.
+    result.share = evaluate.share_of_keys(model, inputs[spread[: max(1, len(spread) - 1)]])
     progress.mark(f"valid {result.loss:.3f}, {result.share:.1%} of keys used, {result.speed:,.0f} tokens/s")
 
 

@@ -60,8 +60,9 @@ def read_stories(path: Path, most: int = MOST_TEXT, say: Say = silent) -> list[s
     """
     lines = _lines(path, most, say)
     first = next(((number, line) for number, line in lines if line.strip()), None)
+    empty = UserError(f"{path} is empty; give a file with stories, or none for the built-in ones")
     if first is None:
-        raise UserError(f"{path} is empty; give a file with stories, or none for the built-in ones")
+        raise empty
     rest = itertools.chain([first], lines)
     if _is_json_line(first[1]) or {".json", ".jsonl"} & set(path.suffixes):
         stories = [_json_story(path, number, line) for number, line in rest if line.strip()]
@@ -70,7 +71,10 @@ def read_stories(path: Path, most: int = MOST_TEXT, say: Say = silent) -> list[s
         stories = text.split(END) if END in text else re.split(r"\n\s*\n", text)
     # A lone surrogate (from a JSON escape) is no text: it has no UTF-8 form.
     cleaned = (s.replace(END, " ").strip().encode("utf-8", "replace").decode() for s in stories)
-    return [s for s in cleaned if s]
+    stories = [s for s in cleaned if s]
+    if not stories:
+        raise empty
+    return stories
 
 
 def _lines(path: Path, most: int, say: Say) -> Iterator[tuple[int, str]]:
