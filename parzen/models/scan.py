@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK = 32
 
@@ -45,3 +49,179 @@ def _fading(decay: Tensor, length: int) -> Tensor:
     t = torch.arange(length, device=decay.device, dtype=decay.dtype)
     ago = (t[:, None] - t).clamp(min=0)
     return torch.exp(-decay[:, None, None] * ago).tril()
+
+
+def causal_convolution(x: Tensor, taps: Tensor) -> Tensor:
+    """y_t = Σ_{j≤t} taps_j x_{t−j}, a filter for each channel, in time T·log T.
+
+    By the fast Fourier transform, padded so that nothing wraps around. Rounding spreads over the whole
+    sequence: a position sees later ones at the level of the rounding unit.
+
+    Args:
+        x: (B, T, D).
+        taps: (D, K); those from T on act on nothing.
+
+    Returns:
+        (B, T, D), differentiable in both.
+    """
+    length = x.shape[1]
+    taps = taps[:, :length]
+    size = _fast_size(length + taps.shape[1] - 1)
+    spectrum = torch.fft.rfft(x.mT, size) * torch.fft.rfft(taps, size)
+    return torch.fft.irfft(spectrum, size)[..., :length].mT
+
+
+def _fast_size(least: int) -> int:
+    """The smallest m·2^k ≥ least with m in 5 … 8: a length whose transform is fast."""
+    step = 1 << max(0, (least - 1).bit_length() - 3)
+    return -(-least // step) * step
+
+
+def decayed_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, chunk: int = 8) -> Tensor:
+    """Linear attention whose past fades, in time and memory linear in the length.
+
+        o_t = q_tᵀ S_t,    S_t = diag(e^{g_t}) S_{t−1} + k_t v_tᵀ,    g = log_decay ≤ 0
+
+    Inside a chunk of C steps, with b the running sum of g and m its value in the middle,
+
+        o_t = Σ_{i≤t} ⟨q_t ⊙ e^{b_t − m}, k_i ⊙ e^{m − b_i}⟩ v_i + (q_t ⊙ e^{b_t})ᵀ S_before
+
+    Exponents of the second term are ≤ 0. Those of the first stay finite because g is raised to a floor of
+    −160/C (float32) or −1276/C (float64): at C = 8 that is a decay of 2e-9 a step, as good as none left.
+
+    Args:
+        q, k: (B, H, T, K).
+        v: (B, H, T, V).
+        log_decay: broadcastable to (B, H, T, K).
+        chunk: C ≥ 2; 8 is right for any decay, more is faster and right for decays above the floor.
+
+    Returns:
+        (B, H, T, V), in the dtype of ``v``; computed in float32 at least.
+
+    Source: *Gated Linear Attention Transformers* (arXiv 2312.06635), section 4.
+    """
+    dtype, length = v.dtype, v.shape[-2]
+    wide = torch.promote_types(dtype, torch.float32)
+    g = log_decay.to(wide).clamp(min=-1.8 * math.log(torch.finfo(wide).max) / chunk)
+    g = g.expand(*g.shape[:-2], length, g.shape[-1])
+    q, k, v, g = (_in_chunks(x.to(wide), chunk) for x in (q, k, v, g))
+    b = g.cumsum(-2)
+    end = b[..., -1:, :]
+    # The result does not depend on m, so no gradient flows through it.
+    m = b[..., (chunk - 1) // 2, None, :].detach()
+    inside = ((q * (b - m).exp()) @ (k * (m - b).exp()).mT).tril() @ v
+    added = (k * (end - b).exp()).mT @ v
+    o = inside + (q * b.exp()) @ _before(added, end.exp().mT)
+    return o.flatten(-3, -2)[..., :length, :].to(dtype)
+
+
+def decayed_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One step of ``decayed_attention``: (o_t, S_t) from S_{t−1}.
+
+    Args:
+        q, k: (B, H, K).
+        v: (B, H, V).
+        log_decay: broadcastable to (B, H, K).
+        state: (B, H, K, V), zero at the start.
+    """
+    state = log_decay.exp()[..., None] * state + k[..., None] * v[..., None, :]
+    return (q[..., None, :] @ state).squeeze(-2), state
+
+
+def _in_chunks(x: Tensor, chunk: int) -> Tensor:
+    """(…, T, E) → (…, T/C, C, E), with zeros at the end."""
+    chunks = -(-x.shape[-2] // chunk)
+    return F.pad(x, (0, 0, 0, chunks * chunk - x.shape[-2])).unflatten(-2, (chunks, chunk))
+
+
+def _before(added: Tensor, fade: Tensor) -> Tensor:
+    """The state before each chunk: S_c = fade_{c−1} S_{c−1} + added_{c−1}, S_0 = 0; (B, H, T/C, K, V)."""
+    states = [torch.zeros_like(added[..., 0, :, :])]
+    for a, f in zip(added.unbind(-3)[:-1], fade.unbind(-3)[:-1], strict=True):
+        states.append(torch.addcmul(a, f, states[-1]))
+    return torch.stack(states, -3)
+
+
+def selective_scan(u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int = 8) -> Tensor:
+    """The output of a diagonal state space whose step, input and output maps change along the sequence.
+
+        h_t = e^{Δ_t A} ⊙ h_{t−1} + (Δ_t u_t) B_tᵀ,    y_t = h_t C_t,    h_t in R^{D×N}
+
+    States are made a chunk at a time and only those between chunks are kept; the backward pass makes them
+    again. So memory is that of ``u`` times 1 + N/chunk, and a chunk stays in the processor's cache.
+    It can be differentiated once.
+
+    Args:
+        u: (B, T, D).
+        step: Δ > 0, (B, T, D).
+        A: < 0, (D, N).
+        B, C: (B, T, N).
+        chunk: steps whose states are held at the same time.
+
+    Returns:
+        (B, T, D).
+
+    Source: *Mamba* (arXiv 2312.00752), algorithm 2.
+    """
+    y = _SelectiveScan.apply(*(x.transpose(0, 1).contiguous() for x in (u, step)), A.mT.contiguous(),
+                             *(x.transpose(0, 1).contiguous() for x in (B, C)), chunk)  # fmt: skip
+    return y.transpose(0, 1)
+
+
+class _SelectiveScan(torch.autograd.Function):
+    """``selective_scan`` on time-major arguments, with A as (N, D): states are (T, B, N, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int) -> Tensor:
+        y = torch.empty_like(u)
+        starts = [u.new_zeros(u.shape[1], *A.shape)]
+        for now in _slices(len(u), chunk):
+            h = _SelectiveScan.states(u[now], step[now], A, B[now], starts[-1])[1]
+            y[now] = (C[now][:, :, None] @ h).squeeze(2)
+            starts.append(h[-1].clone())
+        ctx.save_for_backward(u, step, A, B, C, *starts[:-1])
+        ctx.chunk = chunk
+        return y
+
+    @staticmethod
+    def states(u: Tensor, step: Tensor, A: Tensor, B: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        """e^{Δ_t A} and h_t for the steps of one chunk."""
+        decay = (step[:, :, None] * A).exp_()
+        h = (step * u)[:, :, None] * B[..., None]
+        before = start
+        for now, a in zip(h, decay, strict=True):
+            before = now.addcmul_(a, before)
+        return decay, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        u, step, A, B, C, *starts = ctx.saved_tensors
+        du, dstep, dA, dB, dC = (torch.empty_like(x) for x in (u, step, A, B, C))
+        dA.zero_()
+        # What reaches h_t from the steps after it: e^{Δ_{t+1} A} ⊙ dh_{t+1}.
+        later = torch.zeros_like(starts[0])
+        for now, start in zip(reversed(_slices(len(u), ctx.chunk)), reversed(starts), strict=True):
+            decay, h = _SelectiveScan.states(u[now], step[now], A, B[now], start)
+            dh = dy[now][:, :, None] * C[now][..., None]
+            dh[-1] += later
+            for t in range(len(dh) - 2, -1, -1):
+                dh[t].addcmul_(decay[t + 1], dh[t + 1])
+            dC[now] = (h @ dy[now][..., None]).squeeze(-1)
+            dB[now] = (dh @ (step[now] * u[now])[..., None]).squeeze(-1)
+            dx = (B[now][:, :, None] @ dh).squeeze(2)
+            dh *= decay
+            later = dh[0].clone()
+            # From here on the gradient of Δ_t A.
+            dh[1:] *= h[:-1]
+            dh[0] *= start
+            du[now] = dx * step[now]
+            dstep[now] = dx * u[now] + (dh * A).sum(2)
+            dA += (dh * step[now][:, :, None]).sum((0, 1))
+        return du, dstep, dA, dB, dC, None
+
+
+def _slices(length: int, chunk: int) -> list[slice]:
+    return [slice(i, min(i + chunk, length)) for i in range(0, length, chunk)]
