@@ -277,7 +277,8 @@ INLINE void scan(const Args& A, Row<T>& row, const T* s, int64_t j0) {
 #pragma GCC unroll 16
   for (int v = 0; v < N; v++) {
     const uint32_t bits = above<T>(x[v], cut);
-    if (bits) row.n = append<T>(x[v], (int32_t)(j0 + v * LANES<T>), bits, row.score, row.index, row.n);
+    // With compressing stores an empty append is cheaper than a branch that nobody can predict.
+    if (COMPRESSES || bits) row.n = append<T>(x[v], (int32_t)(j0 + v * LANES<T>), bits, row.score, row.index, row.n);
   }
   if (row.n >= row.trigger) tighten<K, T>(A, row);
 }

@@ -16,12 +16,16 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int BYTES = 64, REGISTER_ROWS = 6, REGISTER_VECTORS = 4;
+constexpr bool COMPRESSES = true;
 #elif defined(__AVX2__)
 constexpr int BYTES = 32, REGISTER_ROWS = 6, REGISTER_VECTORS = 2;
+constexpr bool COMPRESSES = false;
 #elif defined(__ARM_NEON)
 constexpr int BYTES = 16, REGISTER_ROWS = 6, REGISTER_VECTORS = 4;
+constexpr bool COMPRESSES = false;
 #else
 constexpr int BYTES = 16, REGISTER_ROWS = 4, REGISTER_VECTORS = 2;
+constexpr bool COMPRESSES = false;
 #endif
 
 #define INLINE inline __attribute__((always_inline))
