@@ -398,7 +398,9 @@ def test_functional_transforms(kernel: str):
     many = torch.stack([q, 2 * q, -q])
     batched = torch.func.vmap(lambda x: call(x, *tensors[1:]))(many)
     assert_close(batched, torch.stack([call(x, *tensors[1:]) for x in many]))
-    per_sample = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 3, 4)), (0,) + (None,) * 6)(many, *tensors[1:])
+    per_sample = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 3, 4)), (0,) + (None,) * 6)(
+        many, *tensors[1:]
+    )
     single = [torch.func.grad(loss, argnums=(0, 1, 3, 4))(x, *tensors[1:]) for x in many]
     for n, got in enumerate(per_sample):
         assert_close(got, torch.stack([s[n] for s in single]))
@@ -425,7 +427,8 @@ def test_library_ops_are_sound():
     tensors = (*inputs(1, 2, 2, 10, 12, 16, 16, grad=False), *[None] * 7)
     numbers = (1, 1, 0, 2, -1, -1, 0.5, 0.0, 2.0, 0.0)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.parzen.cpu_forward.default, (*tensors, *numbers, False), test_utils=checks)
+    op = torch.ops.parzen.cpu_forward.default
+    torch.library.opcheck(op, (*tensors, *numbers, False), test_utils=checks)
 
 
 # ---- dropout -------------------------------------------------------------------------------------
@@ -447,7 +450,9 @@ def test_dropout_backward_repeats_the_mask(kernel: str, scale: float):
     seed = torch.randn(1, 2, 60, 3, generator=g, dtype=torch.float64)
     for n in range(3):
         direction = torch.randn(qkv[n].shape, generator=g, dtype=torch.float64)
-        moved = [[x + (sign * 1e-6 * direction if i == n else 0) for i, x in enumerate(qkv)] for sign in (1, -1)]
+        moved = [
+            [x + (sign * 1e-6 * direction if i == n else 0) for i, x in enumerate(qkv)] for sign in (1, -1)
+        ]
         slope = sum(s * (f(*x) * seed).sum() for s, x in zip((1, -1), moved, strict=True)) / 2e-6
         assert_close((grads[n] * direction).sum(), slope.detach(), rtol=1e-5, atol=1e-6)
 

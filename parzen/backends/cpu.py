@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parzen.backends import Call, reference
-from parzen.kernels import EXP, MARGIN, POWER, UNIT_MASS, Form, Number
+from parzen.kernels import Form, Number
+
 
 def _path() -> Path | None:
     """The library. An editable install keeps it in another folder of the package's path."""
@@ -129,8 +130,8 @@ _ARGS = struct.Struct("=" + "15q" + "4d" + "5q" + 6 * _VIEW + 4 * _VIEW + "6q" +
 _NO_VIEW = (0, 0, 0, 0, 0)
 
 
-def _view(x: Tensor | None, like: Sequence[int] = ()) -> tuple[int, ...]:
-    """Address and strides, 0 along the axes that broadcast to ``like``."""
+def _view(x: Tensor | None) -> tuple[int, ...]:
+    """Address and strides, 0 along the axes that broadcast."""
     if x is None:
         return _NO_VIEW
     strides = [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
@@ -146,7 +147,7 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     x = x.to(dtype)
     if x.shape[-1] % 16:
         return F.pad(x, (0, -x.shape[-1] % 16))
-    return x if x.stride(-1) == 1 and x.data_ptr() % x.element_size() == 0 else x.contiguous()
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _as(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -154,21 +155,13 @@ def _as(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _pack(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    slopes: Tensor | None,
-    scale_at: Tensor | None,
-    level_at: Tensor | None,
-    r_at: Tensor | None,
-    seed: Tensor | None,
+    inputs: Sequence[Any],
     numbers: tuple[Any, ...],
     o: Tensor | None,
     saved: tuple[Tensor, ...] | None,
     backward: tuple[int, ...],
 ) -> bytes:
+    q, k, v, mask, bias, slopes, scale_at, level_at, r_at, seed = inputs
     profile, rule, nearest, diagonal, left, right, scale, level, r, dropout = numbers
     engine = _engine()
     assert engine is not None
@@ -228,11 +221,8 @@ def _saved(q: Tensor, k: Tensor, save: bool) -> tuple[Tensor, ...]:
     )
 
 
-def _prepare(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def _prepare(tensors: Sequence[Any]) -> tuple[Any, ...]:
     q, k, v, mask, bias, slopes, scale_at, level_at, r_at, seed = tensors
-    assert q is not None
-    assert k is not None
-    assert v is not None
     dtype = reference.compute_dtype(q.dtype)
     return (
         *(_rows(x, dtype) for x in (q, k, v)),
@@ -248,12 +238,12 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     saved = _saved(q, k, save)
     if 0 in (q.shape[0], q.shape[1], q.shape[2]):
         return q.new_empty((*q.shape[:3], v.shape[3])), *saved
-    inputs = _prepare(*args[:_TENSORS])
-    o = inputs[0].new_empty((*q.shape[:3], inputs[2].shape[3]))  # type: ignore[union-attr]
+    inputs = _prepare(args[:_TENSORS])
+    o = inputs[0].new_empty((*q.shape[:3], inputs[2].shape[3]))
     engine = _engine()
     assert engine is not None
     no_backward = 5 * _NO_VIEW + 8 * (0,)
-    packed = _pack(*inputs, numbers, o, saved if save else None, no_backward)  # type: ignore[arg-type]
+    packed = _pack(inputs, numbers, o, saved if save else None, no_backward)
     _check(engine.forward(engine.number, packed))
     return o[..., : v.shape[3]].to(q.dtype), *saved
 
@@ -275,9 +265,9 @@ def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     extra = [torch.zeros(shape, dtype=dtype) for shape in _gradient_shapes(args, needs)]
     if 0 in (q.shape[0], q.shape[1], q.shape[2]):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *extra
-    inputs = _prepare(*args[:_TENSORS])
+    inputs = _prepare(args[:_TENSORS])
     do = _rows(do, dtype)
-    dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in inputs[:3])  # type: ignore[union-attr]
+    dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in inputs[:3])
     dbias = extra[0] if needs[0] else None
     dslopes, dscale, dlevel, dr = (
         _address(x) if need else 0 for x, need in zip(extra[1:], needs[1:], strict=True)
@@ -288,7 +278,7 @@ def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     backward = (
         *_view(do), *_view(dq), *_view(dk), *_view(dv), *_view(dbias), *sizes, dscale, dlevel, dr, dslopes
     )  # fmt: skip
-    packed = _pack(*inputs, numbers, None, saved, backward)  # type: ignore[arg-type]
+    packed = _pack(inputs, numbers, None, saved, backward)
     _check(engine.backward(engine.number, packed))
     grads = [g[..., : x.shape[3]].to(x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)]
     return *grads, *extra
@@ -430,7 +420,7 @@ class _Backward(torch.autograd.Function):
             return torch.func.vjp(value, *inputs)[1](do)
 
         seeds = tuple(grads[n if n < 3 else n - 1] for n in chosen)
-        _, pull = torch.func.vjp(first, do, *(tensors[n] for n in chosen))
+        pull = torch.func.vjp(first, do, *(tensors[n] for n in chosen))[1]
         ddo, *second = pull(seeds)
         out: list[Tensor | None] = [None] * ctx.count
         out[0] = ddo
@@ -503,20 +493,30 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-def run(call: Call) -> Tensor:
-    """Attention (B, H, T, Ev), with gradients of every tensor in the call."""
+def _arguments(call: Call) -> tuple[Any, ...]:
+    """The inputs of cpu_forward."""
     form = call.form
     seed = torch.randint(2**62, (1,), dtype=torch.int64) if call.dropout > 0 else None
-    tensors = (
+    return (
         call.q, call.k, call.v, call.mask, call.bias, call.slopes,
         _three(call.scale), _three(form.level), _three(form.r), seed,
-    )  # fmt: skip
-    numbers = (
         form.profile, form.rule, form.k, call.diagonal, call.left, call.right,
         _number(call.scale), _number(form.level), _number(form.r), call.dropout,
     )  # fmt: skip
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _Attention.apply(*tensors, *numbers)[0]
-    if torch._C._are_functorch_transforms_active():
-        return _Attention.apply(*tensors, *numbers)[0]
-    return torch.ops.parzen.cpu_forward(*tensors, *numbers, False)[0]
+
+
+def run(call: Call) -> Tensor:
+    """Attention (B, H, T, Ev), with gradients of every tensor in the call."""
+    args = _arguments(call)
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:_TENSORS])
+    if learns or torch._C._are_functorch_transforms_active():
+        return _Attention.apply(*args)[0]
+    return torch.ops.parzen.cpu_forward(*args, False)[0]
+
+
+def support(call: Call) -> Tensor:
+    """How many keys each query keeps: (B, H, T), int32, without any (T, S) array."""
+    reason = why_not(call)
+    if reason is not None:
+        raise ValueError(reason)
+    return torch.ops.parzen.cpu_forward(*_arguments(call), True)[3]

@@ -1,0 +1,326 @@
+"""Timings of attention against torch's dense SDPA and the entmax package, after a correctness gate.
+
+Every figure is a ratio of medians in one process, the contenders taking turns; absolute times are shown
+for the dense peer only. A table whose gate fails is not printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import parzen
+from parzen.backends import Call, cpu
+from parzen.kernels import lower
+from parzen.testing import witness
+
+KERNELS = ("epanechnikov", "biweight", "triweight", "relumax", "knn_gaussian")
+ENTMAX = {"epanechnikov": "sparsemax", "biweight": "entmax15"}
+ENTMAX_LONGEST = 2048
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of inputs: N(0,1) tensors of (batch, heads, length, size), scores times ``scale``/√size."""
+
+    batch: int
+    heads: int
+    length: int
+    size: int = 64
+    causal: bool = True
+    scale: float = 1.0
+    repeats: int = 5
+
+    def __str__(self) -> str:
+        shape = f"{self.batch}×{self.heads}×{self.length}×{self.size}"
+        return f"{shape}{', causal' if self.causal else ''}, scale {self.scale:g}/√{self.size}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one kernel did in one setting. Times in seconds, memory in MiB, ratios to SDPA."""
+
+    setting: str
+    kernel: str
+    forward: float
+    backward: float
+    forward_ratio: float
+    backward_ratio: float
+    both_ratio: float
+    entmax_times: float | None
+    support: float
+    memory: float | None
+    sdpa_memory: float | None
+
+
+STANDARD = (
+    Setting(32, 8, 64, repeats=21),
+    Setting(1, 8, 512, repeats=21),
+    Setting(1, 8, 2048, repeats=7),
+    Setting(1, 8, 4096, repeats=7),
+    Setting(1, 4, 16384, repeats=3),
+    Setting(8, 8, 380, size=16, repeats=11),
+    Setting(8, 4, 256, repeats=11),
+)
+# The densities: from nearly every key to a handful.
+DENSITIES = tuple(Setting(1, 8, 2048, causal=False, scale=x) for x in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0))
+DENSE_KERNELS = (*KERNELS, "normrelu?radius=2", "exp?margin=4")
+
+
+def _tensors(setting: Setting) -> tuple[list[Tensor], Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shape = (setting.batch, setting.heads, setting.length, setting.size)
+    qkv = [torch.randn(shape, generator=g).requires_grad_() for _ in range(3)]
+    return qkv, torch.randn(shape, generator=g)
+
+
+def _factor(setting: Setting) -> float:
+    return setting.scale * setting.size**-0.5
+
+
+def _entmax(name: str, causal: bool, factor: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    import entmax
+
+    s = q @ k.mT * factor
+    if causal:
+        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return getattr(entmax, name)(s, dim=-1) @ v
+
+
+def _contenders(setting: Setting, kernels: Sequence[str]) -> dict[str, Callable[..., Tensor]]:
+    factor = _factor(setting)
+    options: dict[str, Any] = {"is_causal": setting.causal, "scale": factor}
+    out: dict[str, Callable[..., Tensor]] = {"sdpa": partial(F.scaled_dot_product_attention, **options)}
+    for kernel in kernels:
+        out[kernel] = partial(parzen.attention, kernel=kernel, backend="cpu", **options)
+    return out
+
+
+def _clock(f: Callable[..., Tensor], qkv: Sequence[Tensor], seed: Tensor) -> tuple[float, float]:
+    start = time.perf_counter()
+    o = f(*qkv)
+    middle = time.perf_counter()
+    torch.autograd.grad(o, qkv, seed)
+    return middle - start, time.perf_counter() - middle
+
+
+def _status(field: str) -> int | None:
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return None
+
+
+def peak_memory(f: Callable[[], object]) -> float | None:
+    """MiB that ``f`` adds to the resident memory at its peak; None where the system does not say."""
+    try:
+        # What the allocator keeps for later is not in use.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return None
+    before = _status("VmRSS")
+    f()
+    peak = _status("VmHWM")
+    return None if before is None or peak is None else max(0, peak - before) / 1024
+
+
+def gate(kernel: str, setting: Setting) -> None:
+    """Raises AssertionError unless the engine agrees with float64 on rows of this very setting.
+
+    One head, and for long inputs the last 64 queries, against the float64 witness: output and gradients.
+    """
+    qkv, seed = _tensors(setting)
+    q, k, v = (x.detach()[:1, :1].clone().requires_grad_() for x in qkv)
+    seed = seed[:1, :1]
+    options: dict[str, Any] = {"kernel": kernel, "scale": _factor(setting)}
+    if setting.length > 2048:
+        q, seed = q.detach()[:, :, -64:].clone().requires_grad_(), seed[:, :, -64:]
+        causal: dict[str, Any] = {"window": (-1, 0)} if setting.causal else {}
+    else:
+        causal = {"is_causal": setting.causal}
+    got = parzen.attention(q, k, v, backend="cpu", **options, **causal)
+    expected = witness(q, k, v, **options, **causal)
+    pairs = [(got, expected)]
+    pairs += zip(
+        torch.autograd.grad(got, (q, k, v), seed),
+        torch.autograd.grad(expected, (q, k, v), seed.double()),
+        strict=True,
+    )
+    for name, (a, b) in zip(("output", "dq", "dk", "dv"), pairs, strict=True):
+        error = float(
+            (a.double() - b.double()).detach().abs().max() / max(1.0, float(b.detach().abs().max()))
+        )
+        if not error < 2e-5:
+            raise AssertionError(f"{kernel}, {setting}: {name} is off by {error:.1e}; nothing is timed")
+
+
+def _support(kernel: str, setting: Setting, qkv: Sequence[Tensor]) -> float:
+    with torch.no_grad():
+        chosen, factor = parzen.kernel(kernel), _factor(setting)
+        right = 0 if setting.causal else -1
+        call = Call(qkv[0], qkv[1], qkv[2], factor, lower(chosen, factor), chosen, right=right)
+        return float(cpu.support(call).double().mean())
+
+
+def measure(setting: Setting, kernels: Sequence[str], entmax: bool = True) -> list[Line]:
+    """The lines of one setting."""
+    for kernel in kernels:
+        # float32 at the k-th neighbour is not float64 at the k-th neighbour.
+        if "knn" not in kernel:
+            gate(kernel, setting)
+    qkv, seed = _tensors(setting)
+    contenders = _contenders(setting, kernels)
+    if entmax and setting.length <= ENTMAX_LONGEST:
+        try:
+            import entmax as _  # noqa: F401
+        except ImportError:
+            entmax = False
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for f in contenders.values():
+        _clock(f, qkv, seed)
+    for _repeat in range(setting.repeats):
+        for name, f in contenders.items():
+            times[name].append(_clock(f, qkv, seed))
+    middle = {
+        name: (statistics.median(t[0] for t in each), statistics.median(t[1] for t in each))
+        for name, each in times.items()
+    }
+    memory = {name: peak_memory(partial(_clock, f, qkv, seed)) for name, f in contenders.items()}
+    dense_f, dense_b = middle["sdpa"]
+    lines = []
+    for kernel in kernels:
+        forward, backward = middle[kernel]
+        slower = None
+        if entmax and kernel in ENTMAX and setting.length <= ENTMAX_LONGEST and setting.scale == 1.0:
+            peer = partial(_entmax, ENTMAX[kernel], setting.causal, _factor(setting))
+            slower = sum(_clock(peer, qkv, seed)) / (forward + backward)
+        lines.append(
+            Line(
+                str(setting), kernel, forward, backward, forward / dense_f, backward / dense_b,
+                (forward + backward) / (dense_f + dense_b),
+                slower, _support(kernel, setting, qkv), memory[kernel], memory["sdpa"],
+            )
+        )  # fmt: skip
+    return lines
+
+
+def table(lines: Sequence[Line]) -> str:
+    """The lines as a Markdown table."""
+    head = (
+        "| inputs (B×H×n×E) | kernel | forward / SDPA | backward / SDPA | both / SDPA | "
+        "entmax package / this | keys a query | added MiB (SDPA) |\n|---|---|--:|--:|--:|--:|--:|--:|"
+    )
+    rows = []
+    for x in lines:
+        peer = "" if x.entmax_times is None else f"{x.entmax_times:.0f}×"
+        added = "" if x.memory is None else f"{x.memory:.0f} ({x.sdpa_memory:.0f})"
+        ratios = f"{x.forward_ratio:.2f} | {x.backward_ratio:.2f} | {x.both_ratio:.2f}"
+        rows.append(f"| {x.setting} | {x.kernel} | {ratios} | {peer} | {x.support:.1f} | {added} |")
+    return "\n".join([head, *rows])
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        **{f"engine_{key}": value for key, value in cpu.info().items()},
+    }
+
+
+def longest(length: int = 131072, kernel: str = "epanechnikov") -> str:
+    """Forward and backward of one long causal head: seconds and added memory, in a sentence."""
+    setting = Setting(1, 1, length)
+    qkv, seed = _tensors(setting)
+    f = _contenders(setting, [kernel])[kernel]
+    start = time.perf_counter()
+    memory = peak_memory(partial(_clock, f, qkv, seed))
+    seconds = time.perf_counter() - start
+    added = "unknown" if memory is None else f"{memory:.0f} MiB"
+    return f"{kernel}, {setting}: forward and backward in {seconds:.1f} s, added memory {added}"
+
+
+def bench_attention(
+    *,
+    settings: Sequence[Setting] | None = None,
+    kernels: Sequence[str] | None = None,
+    out: str | Path | None = None,
+    long: bool = False,
+    show: Callable[[str], object] = print,
+) -> list[Line]:
+    """Measure, show and save the table.
+
+    Args:
+        settings: inputs; default all standard lengths and densities.
+        kernels: names; default those of each group.
+        out: a folder for ``attention.md`` and ``attention.jsonl``; None saves nothing.
+        long: add one head of 131072 keys.
+        show: receives the text.
+
+    Raises:
+        AssertionError: a kernel disagrees with float64.
+        ValueError: the CPU engine was not built.
+    """
+    if not cpu.info()["built"]:
+        raise ValueError("the CPU engine was not built: there is nothing to time")
+    lines: list[Line] = []
+    for setting in (*STANDARD, *DENSITIES) if settings is None else settings:
+        chosen = kernels or (DENSE_KERNELS if setting in DENSITIES else KERNELS)
+        fresh = measure(setting, chosen)
+        lines += fresh
+        show(table(fresh))
+    facts = ", ".join(f"{key} {value}" for key, value in environment().items())
+    text = f"{table(lines)}\n\n{facts}\n"
+    if long:
+        sentence = longest()
+        show(sentence)
+        text += f"\n{sentence}\n"
+    if out is not None:
+        folder = Path(out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "attention.md").write_text(text, encoding="utf-8")
+        records = [json.dumps({**environment(), **asdict(x)}, ensure_ascii=False) for x in lines]
+        (folder / "attention.jsonl").write_text("\n".join(records) + "\n", encoding="utf-8")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """``parzen bench attention``."""
+    parser = argparse.ArgumentParser(prog="parzen bench attention", description=__doc__)
+    parser.add_argument("--kernels", help="comma-separated; default: those of each group")
+    parser.add_argument("--lengths", help="comma-separated; default: all standard settings and densities")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--long", action="store_true", help="also one head of 131072 keys")
+    parser.add_argument("--out", default=None, help="folder for attention.md and attention.jsonl")
+    given = parser.parse_args(argv)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    settings = None
+    if given.lengths:
+        wanted = {int(n) for n in given.lengths.split(",")}
+        settings = [s for s in STANDARD if s.length in wanted]
+    kernels = given.kernels.split(",") if given.kernels else None
+    bench_attention(settings=settings, kernels=kernels, out=given.out, long=given.long)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
