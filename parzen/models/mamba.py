@@ -57,10 +57,8 @@ class Mamba(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, D)."""
         u, z = self.input(x).chunk(2, -1)
-        taps, length = self.conv_weight.shape[1], x.shape[1]
-        u = F.pad(u, (0, 0, taps - 1, 0))
-        # A few taps only: shifted sums cost less than a convolution that wants another layout.
-        u = sum((u[:, j : j + length] * self.conv_weight[:, j] for j in range(taps)), self.conv_bias)
+        u = F.pad(u.mT, (self.conv_weight.shape[1] - 1, 0))
+        u = F.conv1d(u, self.conv_weight[:, None], self.conv_bias, groups=len(self.conv_weight)).mT
         u = F.silu(u)
         step, B, C = self._select(u)
         y = selective_scan(u, step, -self.log_a.exp(), B, C)

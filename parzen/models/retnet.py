@@ -28,8 +28,6 @@ class RetNet(nn.Module):
     Source: *Retentive Network* (arXiv 2307.08621), eqs. 5–8.
     """
 
-    log_decay: Tensor
-
     def __init__(self, width: int, *, heads: int) -> None:
         super().__init__()
         if heads < 1 or width % heads:
@@ -40,15 +38,19 @@ class RetNet(nn.Module):
         self.value = nn.Linear(width, 2 * width, bias=False)
         self.gate = nn.Linear(width, 2 * width, bias=False)
         self.output = nn.Linear(2 * width, width, bias=False)
-        # In float64, and rounded once: 1 − 2^{−5−h} is near 1.
-        log_decay = torch.log1p(-torch.exp2(-5 - torch.arange(heads, dtype=torch.float64)))
-        self.register_buffer("log_decay", log_decay.to(torch.get_default_dtype())[:, None], persistent=False)
+
+    def log_decay(self) -> Tensor:
+        """Log γ of each head, (H, 1)."""
+        weight = self.query.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        heads = torch.arange(self.heads, device=weight.device, dtype=wide)
+        return torch.log1p(-torch.exp2(-5 - heads))[:, None]
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, D)."""
         position = torch.arange(x.shape[1], device=x.device)
         q, k, v = self._read(x, position)
-        o = decayed_attention(q, k, v, self.log_decay[..., None], CHUNK)
+        o = decayed_attention(q, k, v, self.log_decay()[..., None], CHUNK)
         return self._write(x, o.transpose(1, 2))
 
     def initial_state(self, batch: int) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,7 @@ class RetNet(nn.Module):
         """(y_t, state) from x_t and the state before it."""
         past, position = state
         q, k, v = (z.squeeze(2) for z in self._read(x_BD[:, None], position))
-        o, past = decayed_attention_step(q, k, v, self.log_decay, past)
+        o, past = decayed_attention_step(q, k, v, self.log_decay(), past)
         return self._write(x_BD, o), (past, position + 1)
 
     def _read(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:

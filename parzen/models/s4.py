@@ -84,7 +84,8 @@ class DiagonalSSM(nn.Module):
         j = torch.arange(block, device=log_a.device, dtype=self.log_step.dtype)
         low = torch.exp(log_a[..., None] * j)
         high = 2 * c[..., None] * torch.exp(log_a[..., None] * (block * j[: -(-length // block)]))
-        k = torch.cat((high.real, -high.imag), 1).mT @ torch.cat((low.real, low.imag), 1)
+        with torch.autocast(low.device.type, enabled=False):
+            k = torch.cat((high.real, -high.imag), 1).mT @ torch.cat((low.real, low.imag), 1)
         k = k.flatten(1)[:, :length]
         return torch.cat((k[:, :1] + self.skip[:, None], k[:, 1:]), 1)
 

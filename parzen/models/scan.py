@@ -62,13 +62,14 @@ def causal_convolution(x: Tensor, taps: Tensor) -> Tensor:
         taps: (D, K); those from T on act on nothing.
 
     Returns:
-        (B, T, D), differentiable in both.
+        (B, T, D), in the dtype of ``x``; computed in float32 at least. Differentiable in both.
     """
     length = x.shape[1]
-    taps = taps[:, :length]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    taps = taps[:, :length].to(wide)
     size = _fast_size(length + taps.shape[1] - 1)
-    spectrum = torch.fft.rfft(x.mT, size) * torch.fft.rfft(taps, size)
-    return torch.fft.irfft(spectrum, size)[..., :length].mT
+    spectrum = torch.fft.rfft(x.mT.to(wide), size) * torch.fft.rfft(taps, size)
+    return torch.fft.irfft(spectrum, size)[..., :length].mT.to(x.dtype)
 
 
 def _fast_size(least: int) -> int:
@@ -109,9 +110,10 @@ def decayed_attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, chunk:
     end = b[..., -1:, :]
     # The result does not depend on m, so no gradient flows through it.
     m = b[..., (chunk - 1) // 2, None, :].detach()
-    inside = ((q * (b - m).exp()) @ (k * (m - b).exp()).mT).tril() @ v
-    added = (k * (end - b).exp()).mT @ v
-    o = inside + (q * b.exp()) @ _before(added, end.exp().mT)
+    with torch.autocast(q.device.type, enabled=False):
+        inside = ((q * (b - m).exp()) @ (k * (m - b).exp()).mT).tril() @ v
+        added = (k * (end - b).exp()).mT @ v
+        o = inside + (q * b.exp()) @ _before(added, end.exp().mT)
     return o.flatten(-3, -2)[..., :length, :].to(dtype)
 
 
@@ -161,13 +163,15 @@ def selective_scan(u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, chu
         chunk: steps whose states are held at the same time.
 
     Returns:
-        (B, T, D).
+        (B, T, D), in the dtype of ``u``; computed in float32 at least.
 
     Source: *Mamba* (arXiv 2312.00752), algorithm 2.
     """
-    y = _SelectiveScan.apply(*(x.transpose(0, 1).contiguous() for x in (u, step)), A.mT.contiguous(),
-                             *(x.transpose(0, 1).contiguous() for x in (B, C)), chunk)  # fmt: skip
-    return y.transpose(0, 1)
+    wide = torch.promote_types(u.dtype, torch.float32)
+    u_TBD, step_TBD, B_TBN, C_TBN = (x.transpose(0, 1).to(wide).contiguous() for x in (u, step, B, C))
+    with torch.autocast(u.device.type, enabled=False):
+        y = _SelectiveScan.apply(u_TBD, step_TBD, A.mT.to(wide).contiguous(), B_TBN, C_TBN, chunk)
+    return y.transpose(0, 1).to(u.dtype)
 
 
 class _SelectiveScan(torch.autograd.Function):
@@ -177,8 +181,10 @@ class _SelectiveScan(torch.autograd.Function):
     def forward(ctx: Any, u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int) -> Tensor:
         y = torch.empty_like(u)
         starts = [u.new_zeros(u.shape[1], *A.shape)]
+        # One block of memory for all chunks: asking for a new one each time costs as much as the sums.
+        room = u.new_empty(2, chunk, *starts[0].shape)
         for now in _slices(len(u), chunk):
-            h = _SelectiveScan.states(u[now], step[now], A, B[now], starts[-1])[1]
+            h = _states(u[now], step[now], A, B[now], starts[-1], room)[1]
             y[now] = (C[now][:, :, None] @ h).squeeze(2)
             starts.append(h[-1].clone())
         ctx.save_for_backward(u, step, A, B, C, *starts[:-1])
@@ -186,26 +192,18 @@ class _SelectiveScan(torch.autograd.Function):
         return y
 
     @staticmethod
-    def states(u: Tensor, step: Tensor, A: Tensor, B: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        """e^{Δ_t A} and h_t for the steps of one chunk."""
-        decay = (step[:, :, None] * A).exp_()
-        h = (step * u)[:, :, None] * B[..., None]
-        before = start
-        for now, a in zip(h, decay, strict=True):
-            before = now.addcmul_(a, before)
-        return decay, h
-
-    @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         u, step, A, B, C, *starts = ctx.saved_tensors
-        du, dstep, dA, dB, dC = (torch.empty_like(x) for x in (u, step, A, B, C))
-        dA.zero_()
+        du, dstep, dB, dC = (torch.empty_like(x) for x in (u, step, B, C))
+        dA = torch.zeros_like(A)
+        room = u.new_empty(4, ctx.chunk, *starts[0].shape)
         # What reaches h_t from the steps after it: e^{Δ_{t+1} A} ⊙ dh_{t+1}.
         later = torch.zeros_like(starts[0])
         for now, start in zip(reversed(_slices(len(u), ctx.chunk)), reversed(starts), strict=True):
-            decay, h = _SelectiveScan.states(u[now], step[now], A, B[now], start)
-            dh = dy[now][:, :, None] * C[now][..., None]
+            decay, h = _states(u[now], step[now], A, B[now], start, room)
+            dh, product = room[2:, : len(h)]
+            torch.mul(dy[now][:, :, None], C[now][..., None], out=dh)
             dh[-1] += later
             for t in range(len(dh) - 2, -1, -1):
                 dh[t].addcmul_(decay[t + 1], dh[t + 1])
@@ -213,14 +211,27 @@ class _SelectiveScan(torch.autograd.Function):
             dB[now] = (dh @ (step[now] * u[now])[..., None]).squeeze(-1)
             dx = (B[now][:, :, None] @ dh).squeeze(2)
             dh *= decay
-            later = dh[0].clone()
+            later.copy_(dh[0])
             # From here on the gradient of Δ_t A.
             dh[1:] *= h[:-1]
             dh[0] *= start
             du[now] = dx * step[now]
-            dstep[now] = dx * u[now] + (dh * A).sum(2)
-            dA += (dh * step[now][:, :, None]).sum((0, 1))
+            dstep[now] = dx * u[now] + torch.mul(dh, A, out=product).sum(2)
+            dA += torch.mul(dh, step[now][:, :, None], out=product).sum((0, 1))
         return du, dstep, dA, dB, dC, None
+
+
+def _states(
+    u: Tensor, step: Tensor, A: Tensor, B: Tensor, start: Tensor, room: Tensor
+) -> tuple[Tensor, Tensor]:
+    """e^{Δ_t A} and h_t for the steps of one chunk, in the memory of ``room``."""
+    decay, h = room[:2, : len(u)]
+    torch.mul(step[:, :, None], A, out=decay).exp_()
+    torch.mul((step * u)[:, :, None], B[..., None], out=h)
+    before = start
+    for now, a in zip(h, decay, strict=True):
+        before = now.addcmul_(a, before)
+    return decay, h
 
 
 def _slices(length: int, chunk: int) -> list[slice]:
