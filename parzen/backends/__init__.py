@@ -58,4 +58,4 @@ def choose(call: Call, name: str = "auto") -> tuple[str, ModuleType]:
 # At the end: the backends import Call from here.
 from parzen.backends import cpu, reference, sdpa  # noqa: E402
 
-BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "reference": reference, "cpu": cpu}
+BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "cpu": cpu, "reference": reference}
