@@ -50,7 +50,7 @@ class DemoConfig:
     context: int = 128
     batch: int = 4
     lr: float = 1e-2
-    norm_lr: float = 10.0
+    norm_lr: float = 30.0
     scalar_lr: float = 0.1
     layers: int = 2
     heads: int = 4
