@@ -1,6 +1,8 @@
 """Memory Mosaics: sizes, causality, and the leaky average against its definition."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,26 @@ def test_published_parameter_counts(layers, count):
     with torch.device("meta"):
         model = Mosaic(MosaicConfig(layers=layers))
     assert sum(p.numel() for p in model.parameters()) == count
+
+
+def tensors(published, key):
+    return {n: torch.tensor(x, dtype=torch.float64) for n, x in published[key].items()}
+
+
+def test_logits_and_gradients_are_the_published_codes():
+    """The fixture names the code, and how its numbers were made."""
+    path = Path(__file__).parent / "fixtures" / "mosaic" / "published.json"
+    published = json.loads(path.read_text(encoding="utf-8"))
+    model = Mosaic(MosaicConfig(**published["config"])).double()
+    model.load_state_dict(tensors(published, "weights"))
+    tokens = torch.tensor(published["tokens"])
+    logits = model(tokens)
+    assert_close(logits, torch.tensor(published["logits"], dtype=torch.float64), rtol=0, atol=1e-12)
+    (logits * torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)).sum().backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    assert_close(gradients, tensors(published, "gradients"), rtol=0, atol=1e-11)
+    single = model.float()(tokens)
+    assert_close(single, torch.tensor(published["float32_logits"]), rtol=0, atol=1e-6)
 
 
 def sequential(x, decay):
