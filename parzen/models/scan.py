@@ -146,7 +146,7 @@ def _before(added: Tensor, fade: Tensor) -> Tensor:
     return torch.stack(states, -3)
 
 
-def selective_scan(u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int = 8) -> Tensor:
+def selective_scan(u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int = 16) -> Tensor:
     """The output of a diagonal state space whose step, input and output maps change along the sequence.
 
         h_t = e^{Δ_t A} ⊙ h_{t−1} + (Δ_t u_t) B_tᵀ,    y_t = h_t C_t,    h_t in R^{D×N}
@@ -168,66 +168,65 @@ def selective_scan(u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, chu
     Source: *Mamba* (arXiv 2312.00752), algorithm 2.
     """
     wide = torch.promote_types(u.dtype, torch.float32)
-    u_TBD, step_TBD, B_TBN, C_TBN = (x.transpose(0, 1).to(wide).contiguous() for x in (u, step, B, C))
+    x_TBD, step_TBD, B_TBN, C_TBN = (z.transpose(0, 1).to(wide).contiguous() for z in (step * u, step, B, C))
     with torch.autocast(u.device.type, enabled=False):
-        y = _SelectiveScan.apply(u_TBD, step_TBD, A.mT.to(wide).contiguous(), B_TBN, C_TBN, chunk)
+        y = _SelectiveScan.apply(x_TBD, step_TBD, A.mT.to(wide).contiguous(), B_TBN, C_TBN, chunk)
     return y.transpose(0, 1).to(u.dtype)
 
 
 class _SelectiveScan(torch.autograd.Function):
-    """``selective_scan`` on time-major arguments, with A as (N, D): states are (T, B, N, D)."""
+    """``selective_scan`` on time-major arguments, x = Δu and A as (N, D): states are (T, B, N, D)."""
 
     @staticmethod
-    def forward(ctx: Any, u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int) -> Tensor:
-        y = torch.empty_like(u)
-        starts = [u.new_zeros(u.shape[1], *A.shape)]
+    def forward(ctx: Any, x: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int) -> Tensor:
+        y = torch.empty_like(x)
+        starts = [x.new_zeros(x.shape[1], *A.shape)]
         # One block of memory for all chunks: asking for a new one each time costs as much as the sums.
-        room = u.new_empty(2, chunk, *starts[0].shape)
-        for now in _slices(len(u), chunk):
-            h = _states(u[now], step[now], A, B[now], starts[-1], room)[1]
-            y[now] = (C[now][:, :, None] @ h).squeeze(2)
+        room = x.new_empty(2, chunk, *starts[0].shape)
+        for now in _slices(len(x), chunk):
+            h = _states(x[now], step[now], A, B[now], starts[-1], room)[1]
+            torch.matmul(C[now][:, :, None], h, out=y[now][:, :, None])
             starts.append(h[-1].clone())
-        ctx.save_for_backward(u, step, A, B, C, *starts[:-1])
+        ctx.save_for_backward(x, step, A, B, C, *starts[:-1])
         ctx.chunk = chunk
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        u, step, A, B, C, *starts = ctx.saved_tensors
-        du, dstep, dB, dC = (torch.empty_like(x) for x in (u, step, B, C))
+        x, step, A, B, C, *starts = ctx.saved_tensors
+        dx, dstep, dB, dC = (torch.empty_like(z) for z in (x, step, B, C))
         dA = torch.zeros_like(A)
-        room = u.new_empty(4, ctx.chunk, *starts[0].shape)
+        room = x.new_empty(4, ctx.chunk, *starts[0].shape)
         # What reaches h_t from the steps after it: e^{Δ_{t+1} A} ⊙ dh_{t+1}.
         later = torch.zeros_like(starts[0])
-        for now, start in zip(reversed(_slices(len(u), ctx.chunk)), reversed(starts), strict=True):
-            decay, h = _states(u[now], step[now], A, B[now], start, room)
+        for now, start in zip(reversed(_slices(len(x), ctx.chunk)), reversed(starts), strict=True):
+            decay, h = _states(x[now], step[now], A, B[now], start, room)
             dh, product = room[2:, : len(h)]
             torch.mul(dy[now][:, :, None], C[now][..., None], out=dh)
             dh[-1] += later
             for t in range(len(dh) - 2, -1, -1):
                 dh[t].addcmul_(decay[t + 1], dh[t + 1])
-            dC[now] = (h @ dy[now][..., None]).squeeze(-1)
-            dB[now] = (dh @ (step[now] * u[now])[..., None]).squeeze(-1)
-            dx = (B[now][:, :, None] @ dh).squeeze(2)
+            torch.matmul(B[now][:, :, None], dh, out=dx[now][:, :, None])
+            torch.matmul(dh, x[now][..., None], out=dB[now][..., None])
+            torch.matmul(h, dy[now][..., None], out=dC[now][..., None])
             dh *= decay
             later.copy_(dh[0])
             # From here on the gradient of Δ_t A.
             dh[1:] *= h[:-1]
             dh[0] *= start
-            du[now] = dx * step[now]
-            dstep[now] = dx * u[now] + torch.mul(dh, A, out=product).sum(2)
+            torch.sum(torch.mul(dh, A, out=product), 2, out=dstep[now])
             dA += torch.mul(dh, step[now][:, :, None], out=product).sum((0, 1))
-        return du, dstep, dA, dB, dC, None
+        return dx, dstep, dA, dB, dC, None
 
 
 def _states(
-    u: Tensor, step: Tensor, A: Tensor, B: Tensor, start: Tensor, room: Tensor
+    x: Tensor, step: Tensor, A: Tensor, B: Tensor, start: Tensor, room: Tensor
 ) -> tuple[Tensor, Tensor]:
     """e^{Δ_t A} and h_t for the steps of one chunk, in the memory of ``room``."""
-    decay, h = room[:2, : len(u)]
+    decay, h = room[:2, : len(x)]
     torch.mul(step[:, :, None], A, out=decay).exp_()
-    torch.mul((step * u)[:, :, None], B[..., None], out=h)
+    torch.mul(x[:, :, None], B[..., None], out=h)
     before = start
     for now, a in zip(h, decay, strict=True):
         before = now.addcmul_(a, before)
