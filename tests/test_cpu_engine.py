@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import parzen
-from parzen.backends import BACKENDS, cpu
+from parzen.backends import BACKENDS, Call, cpu, reference
+from parzen.kernels import lower
 from parzen.testing import check_kernel, witness
 
 if cpu.info()["built"] is False:
@@ -424,11 +425,71 @@ def test_compiles_once_for_all_lengths():
 
 
 def test_library_ops_are_sound():
-    tensors = (*inputs(1, 2, 2, 10, 12, 16, 16, grad=False), *[None] * 7)
-    numbers = (1, 1, 0, 2, -1, -1, 0.5, 0.0, 2.0, 0.0)
+    tensors = (*inputs(1, 2, 2, 10, 12, 16, 16, grad=False), *[None] * 9)
+    numbers = (1, 1, 0, 2, -1, -1, 0.5, 0.0, 2.0, 0.0, 0, 0, False)
     checks = ("test_schema", "test_faketensor")
     op = torch.ops.parzen.cpu_forward.default
     torch.library.opcheck(op, (*tensors, *numbers, False), test_utils=checks)
+
+
+# ---- packed sequences ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lower_right", [False, True])
+@pytest.mark.parametrize("kernel", ["epanechnikov", "triweight", "relumax", "normrelu?radius=2"])
+def test_packed_sequences_equal_single_ones(kernel: str, lower_right: bool, threads):
+    lengths = [(3, 5), (60, 90), (0, 4), (1, 1), (70, 0), (130, 40)]
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in zip(*lengths, strict=True))
+    g = torch.Generator().manual_seed(0)
+    q, k, v, scale = (
+        torch.randn(n, h, e, generator=g, dtype=torch.float64)
+        for n, h, e in ((int(cu_q[-1]), 4, 8), (int(cu_k[-1]), 2, 8), (int(cu_k[-1]), 2, 6), (4, 1, 1))
+    )
+    scale = scale[..., 0].exp()
+    chosen = parzen.kernel(kernel)
+
+    def call(q, k, v, scale, diagonal=0):
+        return Call(q, k, v, scale, lower(chosen, scale), chosen, diagonal=diagonal, left=50, right=2)
+
+    def packed(q, k, v, scale):
+        four = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return cpu.run_varlen(call(*four, scale), cu_q, cu_k, 200, 95, lower_right)
+
+    def single(q, k, v, scale):
+        parts = []
+        for n, (t, s) in enumerate(lengths):
+            x, y, z = (
+                a[cu[n] : cu[n + 1]].transpose(0, 1)[None] for a, cu in ((q, cu_q), (k, cu_k), (v, cu_k))
+            )
+            parts.append(reference.run(call(x, y, z, scale, s - t if lower_right else 0)))
+        return torch.cat(parts, 2)
+
+    for n in (1, 2):
+        threads(n)
+        for a, b in zip(run(packed, q, k, v, scale), run(single, q, k, v, scale), strict=True):
+            assert_close(a, b, atol=1e-10, rtol=1e-9)
+
+
+def test_packed_sequences_differentiate_twice():
+    cu = torch.tensor([0, 3, 7])
+    g = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, 1, 7, 2, generator=g, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    chosen = parzen.kernel("biweight")
+
+    def f(q, k, v):
+        return cpu.run_varlen(Call(q, k, v, 0.5, lower(chosen, 0.5), chosen, right=0), cu, cu, 4, 4)
+
+    assert torch.autograd.gradcheck(f, qkv, fast_mode=True)
+    assert torch.autograd.gradgradcheck(f, qkv, fast_mode=True)
+
+
+def test_packed_offsets_are_checked():
+    q, k, v = inputs(1, 1, 1, 6, 6, 2, 2, grad=False)
+    call = Call(q, k, v, 1.0, lower(parzen.kernel("biweight"), 1.0), parzen.kernel("biweight"))
+    good = torch.tensor([0, 2, 6])
+    for cu, most in ((torch.tensor([0, 2, 5]), 6), (torch.tensor([0, 4, 2, 6]), 6), (good, 3)):
+        with pytest.raises(ValueError, match="cu_seq_q must ascend"):
+            cpu.run_varlen(call, cu, good, most, 6)
 
 
 # ---- dropout -------------------------------------------------------------------------------------

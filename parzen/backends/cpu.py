@@ -126,7 +126,7 @@ def info() -> dict[str, Any]:
 
 # struct Args of csrc/engine.h: 8-byte fields in the same order.
 _VIEW = "5q"
-_ARGS = struct.Struct("=" + "15q" + "4d" + "5q" + 6 * _VIEW + 4 * _VIEW + "6q" + 5 * _VIEW + "8q")
+_ARGS = struct.Struct("=" + "15q" + "4d" + "6q" + 6 * _VIEW + 4 * _VIEW + "6q" + 5 * _VIEW + "8q")
 _NO_VIEW = (0, 0, 0, 0, 0)
 
 
@@ -161,20 +161,24 @@ def _pack(
     saved: tuple[Tensor, ...] | None,
     backward: tuple[int, ...],
 ) -> bytes:
-    q, k, v, mask, bias, slopes, scale_at, level_at, r_at, seed = inputs
-    profile, rule, nearest, diagonal, left, right, scale, level, r, dropout = numbers
+    q, k, v, mask, bias, slopes, scale_at, level_at, r_at, seed, first_q, first_k = inputs
+    profile, rule, nearest, diagonal, left, right, scale, level, r, dropout, *packed = numbers
     engine = _engine()
     assert engine is not None
     b, h, t, e = q.shape
+    rows, s, lower_right = t, k.shape[2], False
+    if first_q is not None:
+        b = first_q.numel() - 1
+        t, s, lower_right = packed
     threads = torch.get_num_threads()
     row_views = (*_view(scale_at), *_view(level_at), *_view(r_at))
     slope_view = _NO_VIEW if slopes is None else (*_view(slopes)[:3], 0, 0)
     saves = (0, 0, 0, 0, 0, 0) if saved is None else (*map(_address, saved), saved[3].shape[-1])
     return _ARGS.pack(
-        b, h, k.shape[1], t, k.shape[2], e, v.shape[3],
+        b, h, k.shape[1], t, s, e, v.shape[3],
         q.dtype == torch.float64, profile, rule, nearest, diagonal, left, right, threads,
         scale, level, r, dropout,
-        engine.parallel_for, 0, 0, b * t, _address(seed),
+        engine.parallel_for, _address(first_q), _address(first_k), rows, lower_right, _address(seed),
         *_view(q), *_view(k), *_view(v), *_view(o), *_view(mask), *_view(bias),
         *slope_view, *row_views,
         *saves,
@@ -189,8 +193,9 @@ def _check(status: int) -> None:
 
 _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? scale_at, "
-    "Tensor? level_at, Tensor? r_at, Tensor? seed, int profile, int rule, int nearest, SymInt diagonal, "
-    "SymInt left, SymInt right, float scale, float level, float r, float dropout"
+    "Tensor? level_at, Tensor? r_at, Tensor? seed, Tensor? first_q, Tensor? first_k, int profile, int rule, "
+    "int nearest, SymInt diagonal, SymInt left, SymInt right, float scale, float level, float r, "
+    "float dropout, SymInt longest_q, SymInt longest_k, bool lower_right"
 )
 _library = torch.library.Library("parzen", "FRAGMENT")
 _library.define(
@@ -202,8 +207,8 @@ _library.define(
     "Tensor score, bool[] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, "
     "Tensor dscale, Tensor dlevel, Tensor dr)"
 )
-# How many of the inputs above are tensors.
-_TENSORS = 10
+# How many of the inputs above are tensors, where the seed is, and dropout among the numbers.
+_TENSORS, _SEED, _DROPOUT = 12, 9, 9
 
 
 def _saved(q: Tensor, k: Tensor, save: bool) -> tuple[Tensor, ...]:
@@ -222,13 +227,13 @@ def _saved(q: Tensor, k: Tensor, save: bool) -> tuple[Tensor, ...]:
 
 
 def _prepare(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    q, k, v, mask, bias, slopes, scale_at, level_at, r_at, seed = tensors
+    q, k, v, mask, bias, slopes, scale_at, level_at, r_at, *rest = tensors
     dtype = reference.compute_dtype(q.dtype)
     return (
         *(_rows(x, dtype) for x in (q, k, v)),
         mask,
         *(_as(x, dtype) for x in (bias, slopes, scale_at, level_at, r_at)),
-        seed,
+        *rest,
     )
 
 
@@ -326,17 +331,22 @@ def _fold_inputs(size: int, dims: Sequence[Any], args: Sequence[Any]) -> list[An
     batch = q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]
     folded = []
     for n, (x, d) in enumerate(zip(args, dims, strict=True)):
-        if isinstance(x, Tensor) and n < _TENSORS - 1 and d is not None and batch != 1:
+        if isinstance(x, Tensor) and n < _SEED and d is not None and batch != 1:
             x = x.movedim(d, 0)
             x, d = x.expand(size, batch, *x.shape[2:]), 0
         elif isinstance(x, Tensor) and n < 3 and d is None:
             x, d = x.expand(size, *x.shape), 0
-        folded.append(x if n == _TENSORS - 1 else _fold(x, d, size))
+        folded.append(x if _SEED <= n < _TENSORS else _fold(x, d, size))
     return folded
 
 
 def _unfold(x: Tensor, size: int) -> Tensor:
     return x.unflatten(0, (size, x.shape[0] // size))
+
+
+def _refuse_packed(args: Sequence[Any]) -> None:
+    if args[_SEED + 1] is not None:
+        raise RuntimeError("packed sequences have no vmap rule: pack the samples instead")
 
 
 class _Attention(torch.autograd.Function):
@@ -371,6 +381,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        _refuse_packed(args)
         out = _Attention.apply(*_fold_inputs(info.batch_size, in_dims, args))
         return tuple(_unfold(x, info.batch_size) for x in out), (0,) * len(out)
 
@@ -403,7 +414,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         do, *tensors = ctx.saved_tensors
-        if ctx.numbers[-1] > 0:
+        if ctx.numbers[_DROPOUT] > 0:
             raise RuntimeError(
                 "the CPU engine has no second derivative with dropout_p > 0; use dropout_p = 0"
             )
@@ -415,7 +426,7 @@ class _Backward(torch.autograd.Function):
                 given = list(tensors)
                 for n, x in zip(chosen, inputs, strict=True):
                     given[n] = x
-                return reference.run(_call(given, ctx.numbers))
+                return _dense(given, ctx.numbers)
 
             return torch.func.vjp(value, *inputs)[1](do)
 
@@ -430,6 +441,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        _refuse_packed(args[1:])
         size, saved = info.batch_size, args[-6:-1]
         needs = args[-1]
         if in_dims[-6] is None:
@@ -471,13 +483,30 @@ def _number(x: Number) -> float:
     return 0.0 if isinstance(x, Tensor) else x
 
 
-def _call(tensors: Sequence[Any], numbers: tuple[Any, ...]) -> Call:
-    """The call that these arguments of cpu_forward stand for."""
-    q, k, v, mask, bias, slopes, scale_at, level_at, r_at, _ = tensors
-    profile, rule, nearest, diagonal, left, right, scale, level, r, dropout = numbers
-    form = Form(profile, rule, r if r_at is None else r_at, level if level_at is None else level_at, nearest)
-    scale = scale if scale_at is None else scale_at
-    return Call(q, k, v, scale, form, None, mask, bias, slopes, diagonal, left, right, dropout)  # type: ignore[arg-type]
+def _dense(tensors: Sequence[Any], numbers: tuple[Any, ...]) -> Tensor:
+    """What these arguments of cpu_forward stand for, by the dense reference."""
+    q, k, v, mask, bias, slopes, scale_at, level_at, r_at, _, first_q, first_k = tensors
+    profile, rule, nearest, diagonal, left, right, scale, level, r, _, _, _, lower_right = numbers
+
+    def one(rows: slice, columns: slice, diagonal: int) -> Tensor:
+        def cut(x: Any, other: float) -> Any:
+            return other if x is None else x if x.shape[-1] == 1 else x[..., rows]
+
+        form = Form(profile, rule, cut(r_at, r), cut(level_at, level), nearest)
+        call = Call(
+            q[:, :, rows], k[:, :, columns], v[:, :, columns], cut(scale_at, scale), form,
+            None, mask, bias, slopes, diagonal, left, right,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return reference.run(call)
+
+    if first_q is None:
+        return one(slice(None), slice(None), diagonal)
+    parts = []
+    starts = zip(first_q.tolist(), first_q[1:].tolist(), first_k.tolist(), first_k[1:].tolist(), strict=False)
+    for q0, q1, k0, k1 in starts:
+        corner = (k1 - k0) - (q1 - q0) if lower_right else 0
+        parts.append(one(slice(q0, q1), slice(k0, k1), diagonal + corner))
+    return torch.cat(parts, 2)
 
 
 def why_not(call: Call) -> str | None:
@@ -493,25 +522,73 @@ def why_not(call: Call) -> str | None:
     return None
 
 
-def _arguments(call: Call) -> tuple[Any, ...]:
+def _arguments(
+    call: Call,
+    first: tuple[Tensor | None, Tensor | None] = (None, None),
+    longest: tuple[int, int, bool] = (0, 0, False),
+) -> tuple[Any, ...]:
     """The inputs of cpu_forward."""
     form = call.form
     seed = torch.randint(2**62, (1,), dtype=torch.int64) if call.dropout > 0 else None
     return (
         call.q, call.k, call.v, call.mask, call.bias, call.slopes,
-        _three(call.scale), _three(form.level), _three(form.r), seed,
+        _three(call.scale), _three(form.level), _three(form.r), seed, *first,
         form.profile, form.rule, form.k, call.diagonal, call.left, call.right,
-        _number(call.scale), _number(form.level), _number(form.r), call.dropout,
+        _number(call.scale), _number(form.level), _number(form.r), call.dropout, *longest,
     )  # fmt: skip
 
 
-def run(call: Call) -> Tensor:
-    """Attention (B, H, T, Ev), with gradients of every tensor in the call."""
-    args = _arguments(call)
+def _apply(args: tuple[Any, ...]) -> Tensor:
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:_TENSORS])
     if learns or torch._C._are_functorch_transforms_active():
         return _Attention.apply(*args)[0]
     return torch.ops.parzen.cpu_forward(*args, False)[0]
+
+
+def run(call: Call) -> Tensor:
+    """Attention (B, H, T, Ev), with gradients of every tensor in the call."""
+    return _apply(_arguments(call))
+
+
+def run_varlen(
+    call: Call,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    lower_right: bool = False,
+) -> Tensor:
+    """Attention of packed sequences, each to its own keys: (1, H, total_q, Ev), with gradients.
+
+    Args:
+        call: q (1, H, total_q, E), k and v (1, Hk, total_k, …), no mask and no bias; positions for the
+            window, causality and ALiBi count from each sequence's first row.
+        cu_seq_q: (sequences + 1,) integers, where each sequence's queries begin, then total_q.
+        cu_seq_k: the same for the keys.
+        max_q: at least the longest number of queries.
+        max_k: at least the longest number of keys.
+        lower_right: align each sequence's last query with its last key, instead of first with first.
+
+    Raises:
+        ValueError: offsets that do not ascend from 0 to the totals, or lengths beyond max_q or max_k.
+    """
+    if call.mask is not None or call.bias is not None:
+        raise ValueError("packed sequences take no mask: use is_causal or window")
+    offsets = []
+    for name, cu, most, total in (
+        ("q", cu_seq_q, max_q, call.q.shape[2]),
+        ("k", cu_seq_k, max_k, call.k.shape[2]),
+    ):
+        first = cu.to(torch.int64).contiguous()
+        if first.ndim != 1 or first.numel() < 1 or first[0] != 0 or first[-1] != total:
+            raise ValueError(f"cu_seq_{name} must ascend from 0 to {total}, got {cu.tolist()}")
+        lengths = first.diff()
+        if bool((lengths < 0).any()) or bool((lengths > most).any()):
+            raise ValueError(f"cu_seq_{name} must ascend by at most max_{name} = {most}, got {cu.tolist()}")
+        offsets.append(first)
+    if offsets[0].numel() != offsets[1].numel():
+        raise ValueError("cu_seq_q and cu_seq_k must hold the same number of sequences")
+    return _apply(_arguments(call, (offsets[0], offsets[1]), (max_q, max_k, lower_right)))
 
 
 def support(call: Call) -> Tensor:

@@ -107,8 +107,9 @@ struct Problem {
   INLINE T slope(int64_t b, int64_t h) const {
     return A.slopes.p ? ((T*)A.slopes.p)[b * A.slopes.b + h * A.slopes.h] : 0;
   }
-  INLINE int64_t distance(int64_t i, int64_t j) const {
-    const int64_t d = i + A.diagonal - j;
+  INLINE int64_t diagonal(int64_t b) const { return A.diagonal + (A.lower_right ? keys(b) - queries(b) : 0); }
+  INLINE int64_t distance(int64_t b, int64_t i, int64_t j) const {
+    const int64_t d = i + diagonal(b) - j;
     return d < 0 ? -d : d;
   }
 };
@@ -132,10 +133,10 @@ Tile<T> tile_at(const Problem<T>& P, int64_t b, int64_t h, int64_t t) {
   Tile<T> tile = {};
   tile.b = b, tile.h = h, tile.hk = h / (A.H / A.Hk), tile.i0 = t * ROWS;
   tile.n = larger(0, smaller(ROWS, P.queries(b) - tile.i0));
-  const int64_t S = P.keys(b);
+  const int64_t S = P.keys(b), diagonal = P.diagonal(b);
   int64_t lo = S, hi = 0;
   for (int64_t i = 0; i < tile.n; i++) {
-    const int64_t centre = tile.i0 + i + A.diagonal;
+    const int64_t centre = tile.i0 + i + diagonal;
     tile.lo[i] = A.left < 0 ? 0 : smaller(S, larger(0, centre - A.left));
     tile.hi[i] = A.right < 0 ? S : larger(tile.lo[i], smaller(S, centre + A.right + 1));
     if (tile.hi[i] > tile.lo[i]) lo = smaller(lo, tile.lo[i]), hi = larger(hi, tile.hi[i]);
@@ -156,10 +157,15 @@ __attribute__((noinline)) bool score_block(const Problem<T>& P, const Tile<T>& t
                         int64_t ld) {
   const Args& A = P.A;
   const int64_t j0 = block * BLOCK, rows = smaller(MR, tile.n - g);
-  bool any = false;
-  for (int64_t i = g; i < g + rows; i++) any |= tile.lo[i] < j0 + BLOCK && tile.hi[i] > j0;
+  const bool plain = !A.bias.p && !A.slopes.p && !A.mask.p;
+  bool any = false, all = true;
+  for (int64_t i = g; i < g + rows; i++) {
+    any |= tile.lo[i] < j0 + BLOCK && tile.hi[i] > j0;
+    all &= tile.lo[i] <= j0 && tile.hi[i] >= j0 + BLOCK;
+  }
   if (!any) return false;
   scores(queries + g * A.E, tile.key_panels + block * BLOCK * A.E, A.E, s, ld);
+  if (plain && all) return true;
   for (int64_t i = 0; i < rows; i++) {
     T* x = s + i * ld;
     const int64_t query = tile.i0 + g + i;
@@ -170,7 +176,7 @@ __attribute__((noinline)) bool score_block(const Problem<T>& P, const Tile<T>& t
     }
     if (A.slopes.p) {
       const T slope = P.slope(tile.b, tile.h);
-      for (int64_t j = lo; j < hi; j++) x[j] -= slope * (T)P.distance(query, j0 + j);
+      for (int64_t j = lo; j < hi; j++) x[j] -= slope * (T)P.distance(tile.b, query, j0 + j);
     }
     if (A.mask.p) {
       const uint8_t* y = (const uint8_t*)A.mask.p + tile.b * A.mask.b + tile.h * A.mask.h +
@@ -259,11 +265,11 @@ template <Kind K, class T>
 INLINE void scan(const Args& A, Row<T>& row, const T* s, int64_t j0) {
   constexpr int N = BLOCK / LANES<T>;
   V<T> x[N], cut = splat(row.cut);
-  uint32_t any = 0;
+  uint32_t bits[N], any = 0;
 #pragma GCC unroll 16
   for (int v = 0; v < N; v++) {
     x[v] = load(s + v * LANES<T>);
-    any |= above<T>(x[v], cut);
+    any |= bits[v] = above<T>(x[v], cut);
   }
   if (!any) return;
   V<T> top = x[0];
@@ -272,13 +278,14 @@ INLINE void scan(const Args& A, Row<T>& row, const T* s, int64_t j0) {
   if (above<T>(top, splat(row.m))) {
     const T m = largest<T>(top);
     if (m > row.m) best<K, T>(A, row, m);
+    cut = splat(row.cut);
+#pragma GCC unroll 16
+    for (int v = 0; v < N; v++) bits[v] = above<T>(x[v], cut);
   }
-  cut = splat(row.cut);
 #pragma GCC unroll 16
   for (int v = 0; v < N; v++) {
-    const uint32_t bits = above<T>(x[v], cut);
     // With compressing stores an empty append is cheaper than a branch that nobody can predict.
-    if (COMPRESSES || bits) row.n = append<T>(x[v], (int32_t)(j0 + v * LANES<T>), bits, row.score, row.index, row.n);
+    if (COMPRESSES || bits[v]) row.n = append<T>(x[v], (int32_t)(j0 + v * LANES<T>), bits[v], row.score, row.index, row.n);
   }
   if (row.n >= row.trigger) tighten<K, T>(A, row);
 }
@@ -570,7 +577,7 @@ void queries_sparse(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>
     }
     if (A.dslopes) {
       T slope = 0;
-      for (int64_t l = 0; l < n; l++) slope -= ds[l] * (T)P.distance(tile.i0 + i, index[l]);
+      for (int64_t l = 0; l < n; l++) slope -= ds[l] * (T)P.distance(tile.b, tile.i0 + i, index[l]);
       ((T*)A.dslopes)[row] = slope;
     }
     if (A.dbias.p) {
@@ -660,7 +667,7 @@ void queries_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>&
     }
     if (A.dslopes) {
       T slope = 0;
-      for (int64_t j = 0; j < n; j++) slope -= a[j] * (T)P.distance(tile.i0 + i, base + j);
+      for (int64_t j = 0; j < n; j++) slope -= a[j] * (T)P.distance(tile.b, tile.i0 + i, base + j);
       ((T*)A.dslopes)[row] = slope;
     }
     if (A.dbias.p) {

@@ -18,12 +18,13 @@ using Body = void (*)(int64_t begin, int64_t end, void* context);
 using ParallelFor = int32_t (*)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
 
 struct Args {
-  int64_t B, H, Hk, T, S, E, D;  // E and D are multiples of 16
+  // E and D are multiples of 16. For packed sequences B is their number, T and S the longest lengths.
+  int64_t B, H, Hk, T, S, E, D;
   int64_t is_double, profile, rule, nearest, diagonal, left, right, threads;
   double scale, level, r, dropout;
   ParallelFor parallel_for;            // null: this thread does everything
   const int64_t *first_q, *first_k;    // packed sequences: B + 1 row offsets each, or null
-  int64_t rows;                        // rows of one head in the row arrays: T·B, or all packed rows
+  int64_t rows, lower_right;           // all packed rows; whether their diagonal ends in the corner
   const int64_t* seed;
   View q, k, v, o, mask, bias;
   View slopes, scale_at, level_at, r_at;  // j is unused
