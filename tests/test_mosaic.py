@@ -132,7 +132,7 @@ def test_contextual_memory_is_its_formula():
         for t in range(5):
             unit = F.normalize(c * u[t, h] + (1 - c) * u[t + 1, h], dim=0)
             v.append(unit * torch.exp(10 * memory.values.gain[h]))
-        beta = torch.exp(10 * memory.keys.sharpness[h])
+        beta = torch.exp(10 * memory.bandwidth.sharpness[h])
         for t in range(1, 6):
             w = torch.softmax(torch.stack([beta**2 * k[t] @ k[i] for i in range(t)]), 0)
             y[t, h] = sum(w[i] * v[i] for i in range(t))
@@ -143,7 +143,7 @@ def test_persistent_memory_is_its_formula():
     memory = PersistentMemory(SMALL).double()
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     k = memory.keys(x)
-    beta = torch.exp(10 * memory.keys.sharpness)[:, None, None]
+    beta = torch.exp(10 * memory.bandwidth.sharpness)[:, None, None]
     w = torch.softmax(beta**2 * k @ memory.stored_keys.mT, -1)
     y = w @ memory.stored_values * torch.exp(10 * memory.gain)[:, None, None]
     assert_close(memory(x), memory.output(y.transpose(1, 2).flatten(2)))
@@ -151,7 +151,7 @@ def test_persistent_memory_is_its_formula():
 
 def test_initial_scales_are_the_published_ones():
     memory = ContextualMemory(MosaicConfig(layers=4))
-    assert_close(memory.keys.scale(), torch.full((12, 1), math.exp(2)))
+    assert_close(memory.bandwidth.base(), torch.full((12, 1), math.exp(2)))
     assert_close(10 * memory.keys.leak.detach(), torch.linspace(0.5, 5, 12))
     assert_close(torch.exp(10 * memory.values.gain).mean().item(), math.exp(-0.5), rtol=1e-6, atol=0)
     assert_close(memory.keys.project.weight.std().item(), 768**-0.5, rtol=0.01, atol=0)
@@ -161,8 +161,8 @@ def test_initial_scales_are_the_published_ones():
 def test_bandwidth_has_a_floor():
     memory = ContextualMemory(SMALL)
     with torch.no_grad():
-        memory.keys.sharpness.fill_(9.0)
-    assert_close(memory.keys.scale(), torch.full((3, 1), math.exp(10)))
+        memory.bandwidth.sharpness.fill_(9.0)
+    assert_close(memory.bandwidth.base(), torch.full((3, 1), math.exp(10)))
 
 
 @pytest.mark.parametrize("kernel", ["gaussian", "biweight", "relumax", "knn_gaussian?k=3"])

@@ -47,5 +47,9 @@ class Backbone(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.head(x)
+
+    def head(self, x: Tensor) -> Tensor:
+        """(…, D) → logits (…, V)."""
         # Scaling the narrow side is cheaper than scaling the logits.
         return F.linear(self.norm(x) * self.logit_scale, self.embedding.weight)

@@ -7,27 +7,35 @@ Every memory stores pairs (k_i, v_i) and answers a query k by kernel regression,
 so the bandwidth is h = 1/β. A *contextual* memory stores the pairs of the sequence itself; a
 *persistent* memory stores learned pairs and takes the place of the MLP.
 
-Source: *Memory Mosaics* (arXiv 2405.06394), sections 5–6; the kernels: *Sparse Attention as Compact
-Kernel Regression* (arXiv 2601.22766). The factor 1 − e^{−λ} of the published leaky average is left out,
-since normalising the key cancels it.
+Every part has two forms that agree: ``forward`` reads a whole sequence; ``extend`` reads the next n ≥ 1
+positions of one, given the state that the positions before left behind.
+
+Source: *Memory Mosaics* (arXiv 2405.06394), sections 5–6, and its published code; the options: *Memory
+Mosaics at scale* (arXiv 2507.03285); the kernels: *Sparse Attention as Compact Kernel Regression* (arXiv
+2601.22766). The factor 1 − e^{−λ} of the published leaky average is left out, since normalising the key
+cancels it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parzen.attention import attention
-from parzen.kernels import Kernel, kernel
+from parzen.kernels import Kernel, Number, kernel
 from parzen.models.backbone import Backbone, Block
-from parzen.models.scan import leaky_sum
+from parzen.models.scan import gated_sum, leaky_sum
+from parzen.nn import BANDWIDTHS, Bandwidth
 
 # The per-head scalars are stored divided by this, which multiplies their learning rate under Adam.
 FASTER = 10.0
+
+State = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,9 @@ class MosaicConfig:
         kernel: how contextual memories weigh what they stored, as ``parzen.kernel`` spells it.
         persistent_kernel: the same for persistent memories.
         dropout: in [0, 1), on memory weights and on what each memory adds to the residual.
+        bandwidth: of contextual memories: "published" (``Sharpness``), or a name of
+            ``parzen.nn.BANDWIDTHS``, where n counts the pairs stored: "power_law" is β = β₁n^a + β₀.
+        gated_keys: whether keys fade and enter as the input says (``GatedKeys``), in both memories.
     """
 
     vocab: int = 50304
@@ -50,6 +61,8 @@ class MosaicConfig:
     kernel: str = "gaussian"
     persistent_kernel: str = "gaussian"
     dropout: float = 0.05
+    bandwidth: str = "published"
+    gated_keys: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab", "layers", "heads", "width", "slots"):
@@ -61,31 +74,102 @@ class MosaicConfig:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         kernel(self.kernel)
         kernel(self.persistent_kernel)
+        known = ("published", *BANDWIDTHS)
+        if self.bandwidth not in known:
+            raise ValueError(f"unknown bandwidth {self.bandwidth!r}; known: {', '.join(known)}")
+
+
+# ---- what scores are made of ---------------------------------------------------------------------
+
+
+class Sharpness(Bandwidth):
+    """scale = β_h² with β_h = exp(min(10·sharpness_h, 5)), learned, whatever n."""
+
+    def _build(self, width: int, factory: dict[str, Any]) -> None:
+        self.sharpness = nn.Parameter(torch.empty(self.heads, **factory))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Back to the initial scale."""
+        super().reset_parameters()
+        self.sharpness.fill_(math.log(self.start) / 2 / FASTER)
+
+    def base(self) -> Tensor:
+        """β², (H, 1)."""
+        return torch.exp(2 * (FASTER * self.sharpness).clamp(max=5))[:, None]
 
 
 class KeyExtractor(nn.Module):
-    """Unit keys that summarise the recent past, and the bandwidth that goes with them.
+    """Unit keys that summarise the recent past: k_t = k̄_t/‖k̄_t‖, where k̄ sums up W x_i over i ≤ t.
 
-        k_t = k̄_t / ‖k̄_t‖,    k̄_t = Σ_{i≤t} e^{−λ_h(t−i)} W x_i,    scale = β_h² = 1/h²
-
-    with λ_h = 10·|leak_h| and β_h = exp(min(10·sharpness_h, 5)).
+    A subclass says how the sum fades. Its state is what continues the sum.
     """
 
     def __init__(self, config: MosaicConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.project = _linear(config.width)
-        self.leak = nn.Parameter(torch.linspace(0.5, 5, config.heads) / FASTER)
-        self.sharpness = nn.Parameter(torch.full((config.heads,), 1 / FASTER))
+        self.project = _linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → unit keys (B, H, T, E)."""
-        k = leaky_sum(_split(self.project(x), self.heads), FASTER * self.leak.abs())
-        return F.normalize(k, dim=-1)
+        return F.normalize(self.average(x)[0], dim=-1)
 
-    def scale(self) -> Tensor:
-        """β² as (H, 1), to broadcast over (B, H, T)."""
-        return torch.exp(2 * (FASTER * self.sharpness).clamp(max=5))[:, None]
+    def extend(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """The keys of the next positions, and the state after them."""
+        # What came before is one more term in front.
+        k, *rest = self.average(x, state)
+        return F.normalize(k[:, :, 1:], dim=-1), tuple(z[:, :, -1:].clone() for z in (k, *rest))
+
+    def initial_state(self, batch: int) -> State:
+        """Before the first position."""
+        raise NotImplementedError
+
+    def average(self, x: Tensor, before: State = ()) -> State:
+        """k̄ (B, H, T, E) up to a positive factor, and what else continues it; ``before`` is put in front."""
+        raise NotImplementedError
+
+
+class LeakyKeys(KeyExtractor):
+    """k̄_t = Σ_{i≤t} e^{−λ_h(t−i)} W x_i with λ_h = 10·|leak_h|."""
+
+    def __init__(self, config: MosaicConfig) -> None:
+        super().__init__(config)
+        self.leak = nn.Parameter(torch.linspace(0.5, 5, config.heads) / FASTER)
+
+    def initial_state(self, batch: int) -> State:
+        """k̄ = 0: (B, H, 1, E)."""
+        return (_zeros(self.project, batch, self.heads, 1),)
+
+    def average(self, x: Tensor, before: State = ()) -> State:
+        """k̄."""
+        k = torch.cat((*before, _split(self.project(x), self.heads)), 2)
+        return (leaky_sum(k, FASTER * self.leak.abs()),)
+
+
+class GatedKeys(KeyExtractor):
+    """k̄_t = e^{W_g x_t} W x_t + e^{−|W_λ x_t|} k̄_{t−1}, gate and fading being one number for each head.
+
+    Source: *Memory Mosaics at scale* (arXiv 2507.03285).
+    """
+
+    def __init__(self, config: MosaicConfig) -> None:
+        super().__init__(config)
+        self.gate = _linear(config.width, config.heads)
+        self.fade = _linear(config.width, config.heads)
+
+    def initial_state(self, batch: int) -> State:
+        """k̄ = 0, and its scale m: (B, H, 1, E) and (B, H, 1)."""
+        k = _zeros(self.project, batch, self.heads, 1)
+        # So low that it decides nothing, yet finite.
+        return k, torch.full_like(k[..., 0], torch.finfo(k.dtype).min)
+
+    def average(self, x: Tensor, before: State = ()) -> State:
+        """k̄ e^{−m} and m."""
+        k, gate, decay = _split(self.project(x), self.heads), self.gate(x).mT, self.fade(x).abs().mT
+        if before:
+            k, gate = torch.cat((before[0], k), 2), torch.cat((before[1], gate), 2)
+            decay = F.pad(decay, (1, 0))
+        return gated_sum(k, gate, decay)
 
 
 class ValueExtractor(nn.Module):
@@ -97,15 +181,81 @@ class ValueExtractor(nn.Module):
     def __init__(self, config: MosaicConfig) -> None:
         super().__init__()
         self.heads = config.heads
-        self.project = _linear(config.width)
+        self.project = _linear(config.width, config.width)
         self.mix = nn.Parameter(torch.rand(config.heads))
         self.gain = _gain(config.heads)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → values of positions 0 … T−2, (B, H, T−1, E)."""
-        u = _split(self.project(x), self.heads)
+        return self._mixed(_split(self.project(x), self.heads))
+
+    def extend(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The values that have seen their next position only now, and the last u: (B, H, 0 or 1, E)."""
+        u = torch.cat((state, _split(self.project(x), self.heads)), 2)
+        return self._mixed(u), u[:, :, -1:].clone()
+
+    def initial_state(self, batch: int) -> Tensor:
+        """No u yet: (B, H, 0, E)."""
+        return _zeros(self.project, batch, self.heads, 0)
+
+    def _mixed(self, u: Tensor) -> Tensor:
         c = self.mix[:, None, None]
         return F.normalize(c * u[:, :, :-1] + (1 - c) * u[:, :, 1:], dim=-1) * _factor(self.gain)
+
+
+# ---- memories ------------------------------------------------------------------------------------
+
+
+class Pairs:
+    """Stored keys and values, (B, H, n, E) each, in a buffer that doubles when it is full.
+
+    So storing a pair takes constant time on average. A buffer is written in place: whoever goes on from
+    one state in two ways must copy it first.
+    """
+
+    def __init__(self, empty: Tensor) -> None:
+        self.count = 0
+        self._buffer = torch.stack((empty, empty))
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Store (B, H, n, E) more of each."""
+        start, self.count = self.count, self.count + key.shape[2]
+        room = self._buffer.shape[3]
+        if self.count > room:
+            more = max(room, self.count - room, 16)
+            self._buffer = F.pad(self._buffer, (0, 0, 0, more))
+        self._buffer[0, :, :, start : self.count] = key
+        self._buffer[1, :, :, start : self.count] = value
+
+    @property
+    def key(self) -> Tensor:
+        """The stored keys."""
+        return self._buffer[0, :, :, : self.count]
+
+    @property
+    def value(self) -> Tensor:
+        """The stored values."""
+        return self._buffer[1, :, :, : self.count]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a contextual memory knows: the pairs, and the last position, whose value is yet to come.
+
+    Attributes:
+        keys: what continues the key extractor.
+        key: k of the last position, (B, H, 1, E), or (B, H, 0, E) at the start.
+        value: u of the last position, likewise.
+        pairs: those of all positions before it.
+    """
+
+    keys: State
+    key: Tensor
+    value: Tensor
+    pairs: Pairs
+
+
+BlockState = tuple[Stored, State]
 
 
 class ContextualMemory(nn.Module):
@@ -117,25 +267,52 @@ class ContextualMemory(nn.Module):
     def __init__(self, config: MosaicConfig) -> None:
         super().__init__()
         self.kernel: Kernel = kernel(config.kernel)
-        self.keys = KeyExtractor(config)
+        self.keys = _keys(config)
+        self.bandwidth = _bandwidth(config, config.bandwidth)
         self.values = ValueExtractor(config)
         self.output = _output(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def read(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor, Number]:
         """The queries at 1 … T−1, the keys at 0 … T−2, and the scale: what the weights depend on."""
         k = self.keys(x)
-        return k[:, :, 1:], k[:, :, :-1], self.keys.scale()
+        return k[:, :, 1:], k[:, :, :-1], self._scale(x[:, 1:], k.shape[2] - 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, D)."""
         query, key, scale = self.read(x)
-        p = self.dropout.p if self.training else 0.0
-        y = attention(
-            query, key, self.values(x), dropout_p=p, is_causal=True, scale=scale, kernel=self.kernel
-        )
         # Nothing is stored yet at the first position.
-        y = F.pad(y, (0, 0, 1, 0))
+        return self._write(F.pad(self._recall(query, key, self.values(x), scale), (0, 0, 1, 0)))
+
+    def initial_state(self, batch: int) -> Stored:
+        """Nothing stored."""
+        empty = self.values.initial_state(batch)
+        return Stored(self.keys.initial_state(batch), empty, empty, Pairs(empty))
+
+    def extend(self, x: Tensor, state: Stored) -> tuple[Tensor, Stored]:
+        """The next positions, (B, n, D) → (B, n, D), and the state after them; the old one is used up."""
+        query, keys = self.keys.extend(x, state.keys)
+        key = torch.cat((state.key, query), 2)
+        value, last = self.values.extend(x, state.value)
+        pairs = state.pairs
+        pairs.append(key[:, :, :-1], value)
+        # The first position of all has no pair to recall.
+        blank = 1 - state.key.shape[2]
+        scale = self._scale(x[:, blank:], pairs.count)
+        y = self._recall(query[:, :, blank:], pairs.key, pairs.value, scale)
+        y = F.pad(y, (0, 0, blank, 0))
+        return self._write(y), Stored(keys, key[:, :, -1:].clone(), last, pairs)
+
+    def _scale(self, x: Tensor, pairs: int) -> Number:
+        """1/h² of the queries at x, the last of which sees so many pairs and each one fewer before it."""
+        return self.bandwidth(x, torch.arange(pairs - x.shape[1] + 1, pairs + 1, device=x.device))
+
+    def _recall(self, query: Tensor, key: Tensor, value: Tensor, scale: Number) -> Tensor:
+        """Σ w v, where the last query sees every pair and each one fewer before it."""
+        p = self.dropout.p if self.training else 0.0
+        return attention(query, key, value, dropout_p=p, scale=scale, kernel=self.kernel, window=(-1, 0))
+
+    def _write(self, y: Tensor) -> Tensor:
         return self.dropout(self.output(_merge(y)))
 
 
@@ -145,7 +322,8 @@ class PersistentMemory(nn.Module):
     def __init__(self, config: MosaicConfig) -> None:
         super().__init__()
         self.kernel: Kernel = kernel(config.persistent_kernel)
-        self.keys = KeyExtractor(config)
+        self.keys = _keys(config)
+        self.bandwidth = _bandwidth(config, "published")
         head_size = config.width // config.heads
         shape = (config.heads, config.slots, head_size)
         self.stored_keys = nn.Parameter(torch.randn(shape) / math.sqrt(head_size))
@@ -156,44 +334,123 @@ class PersistentMemory(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, D)."""
+        return self._recall(x, self.keys(x))
+
+    def initial_state(self, batch: int) -> State:
+        """That of the key extractor."""
+        return self.keys.initial_state(batch)
+
+    def extend(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """The next positions, (B, n, D) → (B, n, D), and the state after them."""
+        query, state = self.keys.extend(x, state)
+        return self._recall(x, query), state
+
+    def _recall(self, x: Tensor, query: Tensor) -> Tensor:
         batch = len(x)
         # The pairs are the same for every sequence, so the batch is one long row of queries.
-        query = self.keys(x).transpose(0, 1).flatten(1, 2)[None]
+        query = query.transpose(0, 1).flatten(1, 2)[None]
         p = self.dropout.p if self.training else 0.0
         y = attention(
             query,
             self.stored_keys[None],
             self.stored_values[None],
             dropout_p=p,
-            scale=self.keys.scale(),
+            scale=self.bandwidth(x),
             kernel=self.kernel,
         )
         y = (y[0] * _factor(self.gain)[0]).unflatten(1, (batch, -1)).transpose(0, 1)
         return self.dropout(self.output(_merge(y)))
 
 
+# ---- the model -----------------------------------------------------------------------------------
+
+
+class MosaicBlock(Block):
+    """x + contextual(LN(x)), then x + persistent(LN(x))."""
+
+    mixer: ContextualMemory
+    memory: PersistentMemory
+
+    def __init__(self, config: MosaicConfig) -> None:
+        super().__init__(config.width, ContextualMemory(config), PersistentMemory(config))
+
+    def initial_state(self, batch: int) -> BlockState:
+        """Those of the two memories."""
+        return self.mixer.initial_state(batch), self.memory.initial_state(batch)
+
+    def extend(self, x: Tensor, state: BlockState) -> tuple[Tensor, BlockState]:
+        """The next positions, (B, n, D) → (B, n, D), and the state after them."""
+        y, contextual = self.mixer.extend(self.mixer_norm(x), state[0])
+        x = x + y
+        y, persistent = self.memory.extend(self.memory_norm(x), state[1])
+        return x + y, (contextual, persistent)
+
+
 class Mosaic(Backbone):
-    """A Memory Mosaic: tokens (B, T) → logits (B, T, V). No positions, no maximal length."""
+    """A Memory Mosaic: tokens (B, T) → logits (B, T, V). No positions, no maximal length.
+
+    ``prefill`` and ``step`` give the same logits in the order of reading, at a cost per token that grows
+    with the number of stored pairs only. Where a kernel is discontinuous (the k nearest keys, and two
+    scores next to the k-th that differ by rounding alone) the two forms may choose differently.
+    """
 
     def __init__(self, config: MosaicConfig) -> None:
         super().__init__(
             config.vocab,
             config.width,
             config.layers,
-            lambda: Block(config.width, ContextualMemory(config), PersistentMemory(config)),
+            lambda: MosaicBlock(config),
             logit_scale=1 / math.sqrt(config.width),
         )
         self.config = config
 
+    def initial_state(self, batch: int) -> list[BlockState]:
+        """That of so many sequences of which nothing has been read."""
+        return [block.initial_state(batch) for block in self._mosaic_blocks()]
 
-def _linear(width: int, std_factor: float = 1.0) -> nn.Linear:
-    layer = nn.Linear(width, width, bias=False)
+    @torch.no_grad()
+    def prefill(
+        self, tokens: Tensor, state: list[BlockState] | None = None
+    ) -> tuple[Tensor, list[BlockState]]:
+        """The logits (B, V) that follow ``tokens``, and the state after them.
+
+        Args:
+            tokens: (B, T), T ≥ 1.
+            state: what was read before, used up by this call; default nothing.
+        """
+        state = self.initial_state(len(tokens)) if state is None else state
+        x = self.embedding(tokens)
+        after = []
+        for block, before in zip(self._mosaic_blocks(), state, strict=True):
+            x, now = block.extend(x, before)
+            after.append(now)
+        return self.head(x[:, -1]), after
+
+    def step(self, tokens: Tensor, state: list[BlockState]) -> tuple[Tensor, list[BlockState]]:
+        """The logits (B, V) that follow one more token of each sequence, (B,), and the state after it."""
+        return self.prefill(tokens[:, None], state)
+
+    def _mosaic_blocks(self) -> list[MosaicBlock]:
+        return cast(list[MosaicBlock], list(self.blocks))
+
+
+def _linear(width: int, out: int, std_factor: float = 1.0) -> nn.Linear:
+    layer = nn.Linear(width, out, bias=False)
     nn.init.normal_(layer.weight, std=std_factor / math.sqrt(width))
     return layer
 
 
 def _output(config: MosaicConfig) -> nn.Linear:
-    return _linear(config.width, 1 / math.sqrt(config.layers))
+    return _linear(config.width, config.width, 1 / math.sqrt(config.layers))
+
+
+def _keys(config: MosaicConfig) -> KeyExtractor:
+    return GatedKeys(config) if config.gated_keys else LeakyKeys(config)
+
+
+def _bandwidth(config: MosaicConfig, name: str) -> Bandwidth:
+    rule = Sharpness if name == "published" else BANDWIDTHS[name]
+    return rule(config.width, [True] * config.heads, config.width // config.heads, math.exp(2))
 
 
 def _gain(heads: int) -> nn.Parameter:
@@ -202,6 +459,11 @@ def _gain(heads: int) -> nn.Parameter:
 
 def _factor(gain: Tensor) -> Tensor:
     return torch.exp(FASTER * gain)[None, :, None, None]
+
+
+def _zeros(project: nn.Linear, batch: int, heads: int, length: int) -> Tensor:
+    """Zeros (B, H, length, E)."""
+    return project.weight.new_zeros(batch, heads, length, project.out_features // heads)
 
 
 def _split(x: Tensor, heads: int) -> Tensor:

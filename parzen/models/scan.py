@@ -51,6 +51,56 @@ def _fading(decay: Tensor, length: int) -> Tensor:
     return torch.exp(-decay[:, None, None] * ago).tril()
 
 
+def gated_sum(x: Tensor, gate: Tensor, decay: Tensor, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """A fading sum whose gate and decay change along the sequence, with its scale kept apart.
+
+        ȳ_t = e^{g_t} x_t + e^{−d_t} ȳ_{t−1},    m_t = max(g_t, m_{t−1} − d_t)
+
+    The result is y_t = ȳ_t e^{−m_t} and m_t, so gates of any size neither overflow nor vanish. Chunks work
+    as in ``leaky_sum``: what each leaves behind is the same sum over T/C steps, with m as its gate. Every
+    exponent is ≤ 0, and decays are only ever added up, so a strong one costs its neighbours no digits.
+
+    Autograd takes m_t as a constant, which is right for what does not depend on how ȳ is split in two: for
+    y_t e^{m_t}, and for its direction y_t/‖y_t‖.
+
+    Args:
+        x: (B, H, T, E).
+        gate: g, finite, (B, H, T).
+        decay: d ≥ 0, (B, H, T).
+        chunk: C ≥ 2.
+
+    Returns:
+        y (B, H, T, E) and m (B, H, T), in float32 at least.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    x, gate, decay = (z.to(wide) for z in (x, gate, decay))
+    length = x.shape[-2]
+    if length <= chunk:
+        return _gated(x, gate, decay)
+    x = _in_chunks(x, chunk)
+    gate, decay = (_in_chunks(z[..., None], chunk)[..., 0] for z in (gate, decay))
+    inside, m_inside = _gated(x, gate, decay)
+    faded = decay.cumsum(-1)
+    after, m_after = gated_sum(inside[..., -1, :], m_inside[..., -1], faded[..., -1], chunk)
+    before = F.pad(after, (0, 0, 1, -1))[..., None, :]
+    m_before = F.pad(m_after, (1, -1), value=-torch.inf)[..., None] - faded
+    m = torch.maximum(m_inside, m_before.detach())
+    y = (m_inside - m).exp()[..., None] * inside + (m_before - m).exp()[..., None] * before
+    return y.flatten(-3, -2)[..., :length, :], m.flatten(-2)[..., :length]
+
+
+def _gated(x: Tensor, gate: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+    """``gated_sum`` as one product with a matrix (…, T, T)."""
+    length = x.shape[-2]
+    # Row t, column i: the sum of the decays after i up to t.
+    between = decay[..., None].expand(*decay.shape, length).tril(-1).cumsum(-2)
+    ahead = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+    s = (gate[..., None, :] - between).masked_fill(ahead, -torch.inf)
+    m = s.detach().amax(-1)
+    with torch.autocast(x.device.type, enabled=False):
+        return (s - m[..., None]).exp() @ x, m
+
+
 def causal_convolution(x: Tensor, taps: Tensor) -> Tensor:
     """y_t = Σ_{j≤t} taps_j x_{t−j}, a filter for each channel, in time T·log T.
 
