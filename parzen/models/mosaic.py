@@ -112,17 +112,19 @@ class KeyExtractor(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → unit keys (B, H, T, E)."""
-        return F.normalize(self.average(x)[0], dim=-1)
+        return F.normalize(self.average(x)[0], dim=-1).to(x.dtype)
 
     def extend(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """The keys of the next positions, and the state after them."""
         # What came before is one more term in front.
         k, *rest = self.average(x, state)
-        return F.normalize(k[:, :, 1:], dim=-1), tuple(z[:, :, -1:].clone() for z in (k, *rest))
+        keys = F.normalize(k[:, :, 1:], dim=-1).to(x.dtype)
+        return keys, tuple(z[:, :, -1:].clone() for z in (k, *rest))
 
     def initial_state(self, batch: int) -> State:
-        """Before the first position."""
-        raise NotImplementedError
+        """Before the first position: k̄ = 0, (B, H, 1, E), in float32 at least; a subclass may add to it."""
+        k = _zeros(self.project, batch, self.heads, 1)
+        return (k.to(torch.promote_types(k.dtype, torch.float32)),)
 
     def average(self, x: Tensor, before: State = ()) -> State:
         """k̄ (B, H, T, E) up to a positive factor, and what else continues it; ``before`` is put in front."""
@@ -135,10 +137,6 @@ class LeakyKeys(KeyExtractor):
     def __init__(self, config: MosaicConfig) -> None:
         super().__init__(config)
         self.leak = nn.Parameter(torch.linspace(0.5, 5, config.heads) / FASTER)
-
-    def initial_state(self, batch: int) -> State:
-        """k̄ = 0: (B, H, 1, E)."""
-        return (_zeros(self.project, batch, self.heads, 1),)
 
     def average(self, x: Tensor, before: State = ()) -> State:
         """k̄."""
@@ -158,8 +156,8 @@ class GatedKeys(KeyExtractor):
         self.fade = _linear(config.width, config.heads)
 
     def initial_state(self, batch: int) -> State:
-        """k̄ = 0, and its scale m: (B, H, 1, E) and (B, H, 1)."""
-        k = _zeros(self.project, batch, self.heads, 1)
+        """k̄ = 0, and its scale m, (B, H, 1)."""
+        (k,) = super().initial_state(batch)
         # So low that it decides nothing, yet finite.
         return k, torch.full_like(k[..., 0], torch.finfo(k.dtype).min)
 

@@ -28,15 +28,19 @@ def leaky_sum(x: Tensor, decay: Tensor, chunk: int = CHUNK) -> Tensor:
         chunk: C ≥ 2.
 
     Returns:
-        (B, H, T, E), differentiable in ``x`` and ``decay``.
+        (B, H, T, E), in the dtype of ``x``; computed in float32 at least. Differentiable in both.
     """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    with torch.autocast(x.device.type, enabled=False):
+        return _leaky(x.to(wide), decay.to(wide), chunk).to(x.dtype)
+
+
+def _leaky(x: Tensor, decay: Tensor, chunk: int) -> Tensor:
     length = x.shape[-2]
     if length <= chunk:
         return _fading(decay, length) @ x
-    chunks = -(-length // chunk)
-    x_BHNCE = F.pad(x, (0, 0, 0, chunks * chunk - length)).unflatten(-2, (chunks, chunk))
-    inside = _fading(decay, chunk)[:, None] @ x_BHNCE
-    after = leaky_sum(inside[..., -1, :], decay * chunk, chunk)
+    inside = _fading(decay, chunk)[:, None] @ _in_chunks(x, chunk)
+    after = _leaky(inside[..., -1, :], decay * chunk, chunk)
     before = F.pad(after, (0, 0, 1, -1))
     steps = torch.arange(1, chunk + 1, device=decay.device, dtype=decay.dtype)
     fade_HC = torch.exp(-decay[:, None] * steps)
