@@ -161,6 +161,45 @@ def test_float32_is_as_exact_as_dense_float32(isa: str):
             assert error <= 3 * peer + 1e-6
 
 
+@pytest.mark.parametrize("kind", ["normal", "outliers", "ties", "not finite", "dense", "zero"])
+@pytest.mark.parametrize(
+    ("kernel", "keys"),
+    [
+        ("epanechnikov", 1700),
+        ("relumax", 1700),
+        ("biweight", 6300),
+        ("knn_gaussian", 6300),
+        ("exp?margin=2", 6300),
+    ],
+)
+def test_long_rows_are_screened_exactly(isa: str, kernel: str, keys: int, kind: str):
+    """Processors with 8-bit products leave keys out by a bound: none of them may have weight."""
+    q, k, v = (x.detach() for x in inputs(1, 1, 1, 50, keys, 40, 8, seed=1))
+    if kind == "ties" or kernel == "knn_gaussian":
+        q, k = q.round(), k.round()
+    if kind == "outliers":
+        k[..., 3] *= 32
+        q[..., :20] /= 1024
+    elif kind == "not finite":
+        q[0, 0, 3, 0] = torch.nan
+        k[0, 0, keys - 30, 0] = torch.nan
+    elif kind == "zero":
+        q[0, 0, :10] = 0
+        k[0, 0, :200] = 0
+    options = {"kernel": kernel, "scale": 1 / 64 if kind == "dense" else 0.25, "window": (-1, 0)}
+    got = run(lambda *x: attention(*x, **options), q, k, v)
+    if kind == "not finite":
+        bad = torch.arange(50) >= 20
+        bad[3] = True
+        assert got[0][0, 0, bad].isnan().all()
+        assert got[0][0, 0, ~bad].isfinite().all()
+        return
+    for a, b in zip(
+        got, run(lambda *x: witness(*x, **options), *(x.double() for x in (q, k, v))), strict=True
+    ):
+        assert_close(a.double(), b, atol=1e-4 * max(1, float(b.abs().max())), rtol=0)
+
+
 @pytest.mark.parametrize("size", [1e4, -1e4])
 @pytest.mark.parametrize("kernel", SMOOTH)
 def test_large_scores(kernel: str, size: float):

@@ -2,7 +2,7 @@
 #include "engine.h"
 
 namespace parzen {
-extern const Engine baseline, avx2, avx512, neon;
+extern const Engine baseline, avx2, avx512, avx512vnni, neon;
 }  // namespace parzen
 
 using namespace parzen;
@@ -13,6 +13,13 @@ struct Isa {
   bool (*supported)();
 };
 
+#if defined(__x86_64__)
+static bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+#endif
+
 // Worst first.
 static const Isa isas[] = {
 #ifdef PARZEN_HAS_baseline
@@ -22,11 +29,10 @@ static const Isa isas[] = {
     {"avx2", &avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
 #ifdef PARZEN_HAS_avx512
-    {"avx512", &avx512,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-     }},
+    {"avx512", &avx512, has_avx512},
+#endif
+#ifdef PARZEN_HAS_avx512vnni
+    {"avx512vnni", &avx512vnni, [] { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }},
 #endif
 #ifdef PARZEN_HAS_neon
     {"neon", &neon, [] { return true; }},

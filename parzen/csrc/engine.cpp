@@ -9,6 +9,7 @@
 
 #include "engine.h"
 #include "matmul.h"
+#include "screen.h"
 #include "support.h"
 
 namespace parzen {
@@ -76,6 +77,8 @@ template <class T>
 struct Problem {
   const Args& A;
   T *keys_packed = nullptr, *values_packed = nullptr;  // per (b, hk), blocks of packed keys; or null
+  uint8_t* codes = nullptr;                            // the same as 8-bit integers, where they screen
+  Bound* bounds = nullptr;
   int64_t list_stride = 0;                             // one row's list, with room for a vector more
   int64_t* used = nullptr;                             // next free entry of index/score
   T *list_p = nullptr, *list_ds = nullptr;             // backward: per support entry,
@@ -125,6 +128,7 @@ struct Tile {
   T scale[ROWS];
   int64_t row0;
   const T *key_panels, *value_panels;  // of its key head
+  Codes codes;                         // likewise; null where the call is not screened
 };
 
 template <class T>
@@ -147,6 +151,7 @@ Tile<T> tile_at(const Problem<T>& P, int64_t b, int64_t h, int64_t t) {
   tile.row0 = P.row(b, h, tile.i0);
   tile.key_panels = P.keys_packed + P.first_block(b, tile.hk) * BLOCK * A.E;
   tile.value_panels = P.values_packed + P.first_block(b, tile.hk) * BLOCK * A.D;
+  if (P.codes) tile.codes = {P.codes + P.first_block(b, tile.hk) * BLOCK * A.E, P.bounds + P.first_block(b, tile.hk)};
   return tile;
 }
 
@@ -221,6 +226,8 @@ struct PackJob {
   const View& x;
   int64_t width, chunks;
   T* out;
+  uint8_t* codes;
+  Bound* bounds;
 };
 constexpr int64_t PACK_BLOCKS = 16;
 
@@ -230,14 +237,17 @@ void pack_item(const void* data, int64_t number, char*) {
   const Problem<T>& P = job.P;
   const int64_t chunk = number % job.chunks, hk = number / job.chunks % P.A.Hk, b = number / job.chunks / P.A.Hk;
   const int64_t j0 = chunk * PACK_BLOCKS * BLOCK, n = smaller(PACK_BLOCKS * BLOCK, P.keys(b) - j0);
-  if (n > 0)
-    pack_panels(P.at_key(job.x, b, hk, j0), job.x.i, n, job.width,
-                job.out + (P.first_block(b, hk) * BLOCK + j0) * job.width);
+  if (n <= 0) return;
+  const T* x = P.at_key(job.x, b, hk, j0);
+  const int64_t block = P.first_block(b, hk) + j0 / BLOCK;
+  pack_panels(x, job.x.i, n, job.width, job.out + block * BLOCK * job.width);
+  if constexpr (SCREENS && sizeof(T) == 4)
+    if (job.codes) code_keys(x, job.x.i, n, job.width, job.codes + block * BLOCK * job.width, job.bounds + block);
 }
 
 template <class T>
-int32_t pack_keys(const Problem<T>& P, const View& x, int64_t width, T* out) {
-  PackJob<T> job = {P, x, width, tiles_of(P.A.S, PACK_BLOCKS * BLOCK), out};
+int32_t pack_keys(const Problem<T>& P, const View& x, int64_t width, T* out, uint8_t* codes = nullptr) {
+  PackJob<T> job = {P, x, width, tiles_of(P.A.S, PACK_BLOCKS * BLOCK), out, codes, P.bounds};
   return run(P.A, {pack_item<T>, &job, P.A.B * P.A.Hk * job.chunks, 0});
 }
 
@@ -246,6 +256,11 @@ int32_t pack_keys(const Problem<T>& P, const View& x, int64_t width, T* out) {
 template <class T>
 struct ForwardScratch {
   T *queries, *s, *out, *weights, *score, *weight, *panels;
+  int8_t* query_codes;
+  int32_t* hits;
+  uint8_t* codes;
+  Bound* bounds;
+  bool packed = false;  // whether panels hold the keys
   int32_t* index;
   Row<T>* row;
   ForwardScratch(Pieces& pieces, const Args& A, int64_t list_stride, int64_t packed_keys) {
@@ -258,6 +273,10 @@ struct ForwardScratch {
     weight = pieces.take<T>(ROWS * list_stride);
     index = pieces.take<int32_t>(ROWS * list_stride);
     panels = pieces.take<T>(packed_keys * A.E);
+    codes = pieces.take<uint8_t>(packed_keys * A.E);
+    bounds = pieces.take<Bound>(packed_keys / BLOCK);
+    query_codes = pieces.take<int8_t>(ROWS * A.E);
+    hits = pieces.take<int32_t>(2 * ROWS * BLOCK + ROWS * BLOCK * sizeof(T) / sizeof(int32_t));
   }
 };
 
@@ -282,18 +301,21 @@ INLINE void scan(const Args& A, Row<T>& row, const T* s, int64_t j0) {
 #pragma GCC unroll 16
     for (int v = 0; v < N; v++) bits[v] = above<T>(x[v], cut);
   }
+  T* const score = row.score;
+  int32_t* const index = row.index;
+  int64_t n = row.n;
 #pragma GCC unroll 16
   for (int v = 0; v < N; v++) {
     // With compressing stores an empty append is cheaper than a branch that nobody can predict.
-    if (COMPRESSES || bits[v]) row.n = append<T>(x[v], (int32_t)(j0 + v * LANES<T>), bits[v], row.score, row.index, row.n);
+    if (COMPRESSES || bits[v]) n = append<T>(x[v], (int32_t)(j0 + v * LANES<T>), bits[v], score, index, n);
   }
+  row.n = n;
   if (row.n >= row.trigger) tighten<K, T>(A, row);
 }
 
 template <Kind K, class T>
-void forward_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& scratch) {
+void start_rows(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& scratch) {
   const Args& A = P.A;
-  copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
   for (int64_t i = 0; i < tile.n; i++) {
     Row<T>& row = scratch.row[i];
     row.r = P.exponent(tile.b, tile.h, tile.i0 + i);
@@ -303,11 +325,119 @@ void forward_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& s
     row.index = scratch.index + i * P.list_stride;
     start<K, T>(A, row, tile.hi[i] - tile.lo[i]);
   }
-  for (int64_t block = tile.first; block < tile.last; block++)
-    for (int64_t g = 0; g < tile.n; g += MR)
-      if (score_block(P, tile, g, block, scratch.queries, scratch.s, BLOCK))
-        for (int64_t i = g; i < smaller(g + MR, tile.n); i++)
-          scan<K, T>(A, scratch.row[i], scratch.s + (i - g) * BLOCK, block * BLOCK);
+}
+
+// A true score costs about as much as screening a third of a block. More of them than this, beyond the
+// first blocks where the cut is low, and the float products are faster.
+template <Kind K>
+constexpr int64_t SCREEN_FREE = K == POWER_1 ? 96 : 256;
+constexpr int64_t SCREEN_HITS = 3;
+// From how many keys on screening pays: early, the cut is low and most keys pass.
+template <Kind K>
+constexpr int64_t SCREEN_KEYS = K == POWER_1 ? 1536 : 6144;
+
+// The candidates of a tile by screening. False, with nothing lost but time, where too many keys pass.
+template <Kind K, class T>
+bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& scratch) {
+  const Args& A = P.A;
+  CodedQueries<ROWS> queries = {};
+  memset(scratch.query_codes, 0, ROWS * A.E);
+  for (int64_t i = 0; i < tile.n; i++)
+    if (!code_query(scratch.queries + i * A.E, A.E, scratch.query_codes + i * A.E, queries, i)) return false;
+  const T* keys = P.at_key(A.k, tile.b, tile.hk, 0);
+  float cut[ROWS] = {};
+  for (int64_t i = 0; i < tile.n; i++) cut[i] = scratch.row[i].cut;
+  int64_t budget = SCREEN_FREE<K> * tile.n;
+  // The hits of a block: their queries, keys and true scores.
+  int32_t *which = scratch.hits, *key = which + ROWS * BLOCK;
+  T* score = (T*)(key + ROWS * BLOCK);
+  for (int64_t block = tile.first; block < tile.last; block++) {
+    const int64_t j0 = block * BLOCK;
+    const Bound& bound = tile.codes.bounds[block];
+    int32_t limit[ROWS], top[ROWS];
+    uint64_t hits[ROWS];
+    const uint8_t* codes = tile.codes.codes + j0 * A.E;
+    product_limits(queries, bound, cut, A.E, limit);
+    if (block == tile.first && bound.step > 0) {
+      // A first look for the best product alone: it bounds the best score from below.
+      for (int64_t g = 0; g < tile.n; g += MR)
+        screen_block<true>(scratch.query_codes + g * A.E, codes, A.E, queries.offset + g, limit + g, hits + g, top + g);
+      for (int64_t i = 0; i < tile.n; i++)
+        if (tile.lo[i] <= j0 && tile.hi[i] >= j0 + BLOCK) {
+          const float product = (float)top[i] / queries.inverse[i] * bound.step;
+          reached<K, T>(A, scratch.row[i], product - fabsf(product) * 1e-6f - slack_of(queries, bound, A.E, i));
+          cut[i] = scratch.row[i].cut;
+        }
+      product_limits(queries, bound, cut, A.E, limit);
+    }
+    int64_t found = 0;
+    for (int64_t g = 0; g < tile.n; g += MR) {
+      screen_block<false>(scratch.query_codes + g * A.E, codes, A.E, queries.offset + g, limit + g, hits + g);
+      for (int64_t i = g; i < smaller(g + MR, tile.n); i++) {
+        const int64_t lo = tile.lo[i] - j0, hi = tile.hi[i] - j0;
+        uint64_t bits = bound.step == 0 ? ~0ull : hits[i];
+        if (lo > 0) bits = lo < BLOCK ? bits >> lo << lo : 0;
+        if (hi < BLOCK) bits = hi > 0 ? bits & (~0ull >> (BLOCK - hi)) : 0;
+        hits[i] = bits;
+        for (; bits; bits &= bits - 1, found++) {
+          which[found] = (int32_t)i;
+          key[found] = (int32_t)(j0 + __builtin_ctzll(bits));
+          // It arrives while the other queries are screened.
+          fetch(keys + key[found] * A.k.i, A.E * sizeof(T));
+        }
+      }
+    }
+    budget += SCREEN_HITS * tile.n - found;
+    if (budget < 0) return false;
+    for (int64_t l = 0; l < found; l++)
+      score[l] = dot(scratch.queries + which[l] * A.E, keys + key[l] * A.k.i, A.E);
+    for (int64_t l = 0; l < found; l++) {
+      Row<T>& row = scratch.row[which[l]];
+      row.score[row.n] = score[l];
+      row.index[row.n] = key[l];
+      row.n += !(score[l] <= row.cut);
+      if (score[l] > row.m) best<K, T>(A, row, score[l]);
+    }
+    for (int64_t i = 0; i < tile.n; i++) {
+      if (!hits[i]) continue;
+      Row<T>& row = scratch.row[i];
+      if (row.n >= row.trigger) tighten<K, T>(A, row);
+      cut[i] = row.cut;
+    }
+  }
+  return true;
+}
+
+// Uniform powers of small exponent, margins and neighbours: where lists are short. Not with masks.
+template <Kind K, class T>
+bool screens(const Args& A) {
+  return SCREENS && sizeof(T) == 4 && K <= POWER_2 && A.rule != EVERYWHERE && !A.bias.p && !A.mask.p && !A.slopes.p &&
+         A.S >= SCREEN_KEYS<K> && A.E >= 32 && A.E <= 1024;
+}
+
+template <Kind K, class T>
+void forward_tile(const Problem<T>& P, Tile<T>& tile, ForwardScratch<T>& scratch) {
+  const Args& A = P.A;
+  copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
+  start_rows<K>(P, tile, scratch);
+  bool found = false;
+  if constexpr (SCREENS && sizeof(T) == 4 && K <= POWER_2)
+    if (tile.codes.codes && (tile.last - tile.first) * BLOCK >= SCREEN_KEYS<K>) {
+      found = screen_tile<K>(P, tile, scratch);
+      if (!found) start_rows<K>(P, tile, scratch);
+    }
+  if (!found) {
+    if (!P.keys_packed) {
+      if (!scratch.packed) pack_panels(P.at_key(A.k, tile.b, tile.hk, 0), A.k.i, P.keys(tile.b), A.E, scratch.panels);
+      scratch.packed = true;
+      tile.key_panels = scratch.panels;
+    }
+    for (int64_t block = tile.first; block < tile.last; block++)
+      for (int64_t g = 0; g < tile.n; g += MR)
+        if (score_block(P, tile, g, block, scratch.queries, scratch.s, BLOCK))
+          for (int64_t i = g; i < smaller(g + MR, tile.n); i++)
+            scan<K, T>(A, scratch.row[i], scratch.s + (i - g) * BLOCK, block * BLOCK);
+  }
 
   Stats<T> stats[ROWS];
   T sigma[ROWS];
@@ -387,7 +517,7 @@ void forward_item(const void* data, int64_t number, char* memory) {
   ForwardScratch<T> scratch(pieces, P.A, P.list_stride, 0);
   const int64_t tiles = tiles_of(P.A.T, ROWS), head = number / tiles;
   // The last tiles first: under a causal mask they are the longest.
-  const Tile<T> tile = tile_at(P, head / P.A.H, head % P.A.H, tiles - 1 - number % tiles);
+  Tile<T> tile = tile_at(P, head / P.A.H, head % P.A.H, tiles - 1 - number % tiles);
   if (tile.n) forward_tile<K, T>(P, tile, scratch);
 }
 
@@ -399,11 +529,13 @@ void forward_head(const void* data, int64_t number, char* memory) {
   Pieces pieces = {memory};
   ForwardScratch<T> scratch(pieces, A, P.list_stride, tiles_of(A.S, BLOCK) * BLOCK);
   const int64_t hk = number % A.Hk, b = number / A.Hk, group = A.H / A.Hk;
-  pack_panels(P.at_key(A.k, b, hk, 0), A.k.i, P.keys(b), A.E, scratch.panels);
+  const bool screened = screens<K, T>(A);
+  if constexpr (SCREENS && sizeof(T) == 4)
+    if (screened) code_keys(P.at_key(A.k, b, hk, 0), A.k.i, P.keys(b), A.E, scratch.codes, scratch.bounds);
   for (int64_t h = hk * group; h < (hk + 1) * group; h++)
     for (int64_t t = 0; t < tiles_of(P.queries(b), ROWS); t++) {
       Tile<T> tile = tile_at(P, b, h, t);
-      tile.key_panels = scratch.panels;
+      if (screened) tile.codes = {scratch.codes, scratch.bounds};
       forward_tile<K, T>(P, tile, scratch);
     }
 }
@@ -435,10 +567,17 @@ int32_t forward_kind(const Args& A) {
   }
   ForwardScratch<T> measure(pieces, A, P.list_stride, 0);
   P.keys_packed = allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
-  if (!P.keys_packed) return 1;
-  int32_t failed = pack_keys(P, A.k, A.E, P.keys_packed);
+  int32_t failed = !P.keys_packed;
+  if (screens<K, T>(A)) {
+    P.codes = allocate<uint8_t>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
+    P.bounds = allocate<Bound>(A.Hk * P.blocks_per_head());
+    failed |= !P.codes || !P.bounds;
+  }
+  failed = failed || pack_keys(P, A.k, A.E, P.keys_packed, P.codes);
   if (!failed) failed = run(A, {forward_item<K, T>, &P, A.B * A.H * tiles_of(A.T, ROWS), pieces.used});
   free(P.keys_packed);
+  free(P.codes);
+  free(P.bounds);
   return failed;
 }
 
@@ -886,25 +1025,36 @@ void head_item(const void* data, int64_t number, char* memory) {
   const int64_t hk = number % A.Hk, b = number / A.Hk, group = A.H / A.Hk;
   clear_keys(P, b, hk, 0, P.keys(b));
   bool packed = false;
-  for (int64_t h = hk * group; h < (hk + 1) * group; h++)
-    for (int64_t t = 0; t < tiles_of(A.T, ROWS); t++) {
-      Tile<T> tile = tile_at(P, b, h, t);
-      if (tile.n == 0) continue;
+  const int64_t tiles = tiles_of(P.queries(b), ROWS);
+  // The key side of sparse tiles waits until a dense one needs its turn, or the end: K and V, then dK and
+  // dV, are half of what would have to fit the cache together.
+  int64_t done = 0;
+  auto catch_up = [&](int64_t end) {
+    for (; done < end; done++) {
+      const Tile<T> tile = tile_at(P, b, hk * group + done / tiles, done % tiles);
       load_tile(P, tile, scratch);
-      if (A.where[tile.row0] >= 0) {
-        queries_sparse<K, T>(P, tile, scratch);
-        keys_sparse(P, tile, scratch, 0, P.keys(b));
-      } else {
-        if (!packed) {
-          pack_panels(P.at_key(A.k, b, hk, 0), A.k.i, P.keys(b), A.E, scratch.key_panels);
-          pack_panels(P.at_key(A.v, b, hk, 0), A.v.i, P.keys(b), A.D, scratch.value_panels);
-          packed = true;
-        }
-        tile.key_panels = scratch.key_panels, tile.value_panels = scratch.value_panels;
-        queries_dense<K, T>(P, tile, scratch);
-        if (tile.last > tile.first) keys_from_strips(P, tile, scratch);
-      }
+      keys_sparse(P, tile, scratch, 0, P.keys(b));
     }
+  };
+  for (int64_t number = 0; number < group * tiles; number++) {
+    Tile<T> tile = tile_at(P, b, hk * group + number / tiles, number % tiles);
+    if (A.where[tile.row0] >= 0) {
+      queries_sparse<K, T>(P, tile, scratch);
+      continue;
+    }
+    if (!packed) {
+      pack_panels(P.at_key(A.k, b, hk, 0), A.k.i, P.keys(b), A.E, scratch.key_panels);
+      pack_panels(P.at_key(A.v, b, hk, 0), A.v.i, P.keys(b), A.D, scratch.value_panels);
+      packed = true;
+    }
+    catch_up(number);
+    load_tile(P, tile, scratch);
+    tile.key_panels = scratch.key_panels, tile.value_panels = scratch.value_panels;
+    queries_dense<K, T>(P, tile, scratch);
+    if (tile.last > tile.first) keys_from_strips(P, tile, scratch);
+    done = number + 1;
+  }
+  catch_up(group * tiles);
 }
 
 template <Kind K, class T>

@@ -176,20 +176,24 @@ void combine(T* out, const T* w, const int32_t* index, int64_t n, const T* x, in
   for (; d < D; d += LANES<T>) combine_columns<T, 1>(out + d, w, index, n, x + d, ld);
 }
 
-// dot[l] = y·x[index[l]]
 template <class T>
-void dots(T* dot, const T* y, const int32_t* index, int64_t n, const T* x, int64_t ld, int64_t D) {
+INLINE T dot(const T* x, const T* y, int64_t D) {
+  V<T> acc[2] = {};
+  int64_t d = 0;
+  for (; d + 2 * LANES<T> <= D; d += 2 * LANES<T>) {
+    acc[0] = fma<T>(load(x + d), load(y + d), acc[0]);
+    acc[1] = fma<T>(load(x + d + LANES<T>), load(y + d + LANES<T>), acc[1]);
+  }
+  if (d < D) acc[0] = fma<T>(load(x + d), load(y + d), acc[0]);
+  return sum<T>(acc[0] + acc[1]);
+}
+
+// out[l] = y·x[index[l]]
+template <class T>
+void dots(T* out, const T* y, const int32_t* index, int64_t n, const T* x, int64_t ld, int64_t D) {
   for (int64_t l = 0; l < n; l++) {
     if (l + AHEAD < n) fetch(x + index[l + AHEAD] * ld, D * sizeof(T));
-    const T* row = x + index[l] * ld;
-    V<T> acc[2] = {};
-    int64_t d = 0;
-    for (; d + 2 * LANES<T> <= D; d += 2 * LANES<T>) {
-      acc[0] = fma<T>(load(y + d), load(row + d), acc[0]);
-      acc[1] = fma<T>(load(y + d + LANES<T>), load(row + d + LANES<T>), acc[1]);
-    }
-    if (d < D) acc[0] = fma<T>(load(y + d), load(row + d), acc[0]);
-    dot[l] = sum<T>(acc[0] + acc[1]);
+    out[l] = dot(y, x + index[l] * ld, D);
   }
 }
 

@@ -309,15 +309,19 @@ void start(const Args& A, Row<T>& row, int64_t keys) {
   if (keys <= SHORT) row.trigger = INT64_MAX;
 }
 
+// Some key has a score of at least m.
+template <Kind K, class T>
+INLINE void reached(const Args& A, Row<T>& row, T m) {
+  const T bound = A.rule == UNIT_MASS ? unit_mass_cut<T>(m, 0, row.r)
+                  : A.rule == MARGIN  ? cut_at<K, T>(m - row.level)
+                                      : -(T)INFINITY;
+  // A margin of NaN must reach the output.
+  if (!(bound <= row.cut)) row.cut = bound;
+}
 template <Kind K, class T>
 INLINE void best(const Args& A, Row<T>& row, T m) {
   row.m = m;
-  if (A.rule == UNIT_MASS) {
-    const T bound = unit_mass_cut<T>(m, 0, row.r);
-    if (bound > row.cut) row.cut = bound;
-  } else if (A.rule == MARGIN) {
-    row.cut = cut_at<K, T>(m - row.level);
-  }
+  reached<K, T>(A, row, m);
 }
 
 template <class T>
