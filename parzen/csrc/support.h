@@ -359,7 +359,8 @@ void tighten(const Args& A, Row<T>& row) {
   drop(row);
   // Where little falls away the support is dense: look again much later.
   const int64_t growth = row.n * 8 > before * 7 ? 3 * row.n : row.n / 2;
-  row.trigger = row.n + (growth > 32 ? growth : 32);
+  const int64_t least = K == POWER_3 ? 64 : 32;
+  row.trigger = row.n + (growth > least ? growth : least);
 }
 
 template <Kind K, class T>
