@@ -1,17 +1,21 @@
 """Stories: reading any file or saying what is wrong with it, generating, tokenising, windows, n-grams."""
 
 import gzip
+import hashlib
 import itertools
 import json
 import lzma
 import os
 import re
+import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 from torch.testing import assert_close
 
 from parzen.lab.errors import UserError
@@ -21,12 +25,18 @@ from parzen.lab.tasks.ngrams import Bigram
 from parzen.lab.tasks.stories import (
     END,
     IGNORED,
+    Batches,
+    Generated,
+    Part,
     Stories,
     cache_dir,
     encode,
     generated_stories,
     load_stories,
-    read_stories,
+    open_text,
+    read_tokenizer,
+    sample,
+    token_stream,
     train_tokenizer,
 )
 from parzen.lab.tasks.tales import tales
@@ -39,6 +49,10 @@ LINES = "".join(json.dumps(story) + "\n" for story in TWO)
 def named(value):
     """Test names without the data, which may differ between processes."""
     return value if isinstance(value, str) and len(value) < 20 and value.isprintable() else "data"
+
+
+def read_stories(path, most=None, say=task.silent):
+    return list(open_text(path, most, say))
 
 
 @pytest.fixture(autouse=True)
@@ -136,11 +150,18 @@ def test_a_bad_file_gets_one_clear_line(write, name, data, message):
     assert name in str(caught.value)
 
 
-def test_missing_files_and_folders(tmp_path):
+def test_missing_files_and_empty_folders(tmp_path):
     with pytest.raises(UserError, match=r"cannot read .*nowhere.txt: No such file"):
         read_stories(tmp_path / "nowhere.txt")
-    with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
+    (tmp_path / "README.md").write_text("no story")
+    (tmp_path / ".hidden.txt").write_text("no story")
+    with pytest.raises(UserError, match=r"holds no stories: no \.txt"):
         read_stories(tmp_path)
+
+
+def test_what_can_be_read_once_only_is_refused():
+    with pytest.raises(UserError, match="/dev/null can be read once only; save it as a file first"):
+        read_stories(task.Path("/dev/null"))
 
 
 def test_a_decompression_bomb_costs_no_memory(write, monkeypatch):
@@ -151,11 +172,130 @@ def test_a_decompression_bomb_costs_no_memory(write, monkeypatch):
         read_stories(bomb)
 
 
+@pytest.mark.parametrize("text", [b"A story without end. " * 50_000, b"a\n" * 600_000])
+def test_a_story_without_end_costs_no_memory(write, monkeypatch, text):
+    monkeypatch.setattr(task, "LONGEST_LINE", 1 << 20)
+    with pytest.raises(UserError, match="longer than 1 MiB"):
+        read_stories(write("endless.txt.xz", lzma.compress(text, preset=0)))
+
+
+def test_the_separator_is_chosen_from_the_first_mebibyte(write):
+    marked = f"One.\n\nStill one.{END}" + "x" * (2 << 20) + f"{END}Three.\n\nStill three."
+    assert [len(s) for s in read_stories(write("a.txt", marked))] == [16, 2 << 20, 20]
+    late = "One.\n\n" + "Two. \n" * (1 << 18) + f"\nThree.{END}\n\nFour."
+    assert read_stories(write("b.txt", late))[2:] == ["Three.", "Four."]
+
+
+def test_text_is_read_as_a_stream(write, monkeypatch):
+    """The first story comes out long before the last is read."""
+    path = write("a.jsonl.gz", gzip.compress((json.dumps("story " * 100) + "\n").encode() * 20_000))
+    text = open_text(path)
+    stories = iter(text)
+    next(stories)
+    assert 0 < text.share < 0.9
+    assert 1 + sum(1 for _ in stories) == 20_000
+
+
 def test_reading_stops_after_enough_text_and_says_so(write):
     path = write("long.txt.gz", gzip.compress(b"A story.\n\n" * 200_000))
     said = []
     assert len(read_stories(path, most=10_000, say=said.append)) == 1000
     assert said == ["long.txt.gz: only the first 0.00954 MiB are used"]
+
+
+# ---- folders and archives ------------------------------------------------------------------------
+
+
+def packed(path, texts):
+    py7zr = pytest.importorskip("py7zr")
+    with py7zr.SevenZipFile(path, "w") as archive:
+        for name, data in texts.items():
+            archive.writestr(data, name)
+    return path
+
+
+def test_a_folder_is_read_in_the_order_of_names(write, tmp_path):
+    write("c.txt", "Five.\n\nSix.")
+    write("a.jsonl.xz", lzma.compress(b'"One."\n"Two."\n'))
+    write("b.txt.gz", gzip.compress(f"Three.{END}Four.".encode()))
+    write("notes.md", "not a story")
+    assert read_stories(tmp_path) == ["One.", "Two.", "Three.", "Four.", "Five.", "Six."]
+    text = open_text(tmp_path)
+    assert [*text.hashes] == ["a.jsonl.xz", "b.txt.gz", "c.txt"]
+    assert text.hashes["c.txt"] == hashlib.sha256(b"Five.\n\nSix.").hexdigest()
+    assert read_stories(tmp_path, most=20) == ["One.", "Two.", "Three.", "Four."]
+
+
+@pytest.mark.parametrize(
+    ("train", "valid"),
+    [
+        ("traindataset.txt", "valdataset.txt"),
+        ("TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt"),
+        ("tinystories-train.txt", "tinystories-validation.txt"),
+        ("valley.txt", "stories_val.txt"),
+    ],
+)
+def test_validation_stories_are_known_by_name(write, tmp_path, train, valid):
+    write(train, "To train on.\n\nAnd this.")
+    write(valid, "To validate.\n\nAnd that.")
+    assert read_stories(tmp_path) == ["To train on.", "And this."]
+    assert list(open_text(tmp_path, held_out=True)) == ["To validate.", "And that."]
+    # Named by itself, a file is what it is given for.
+    assert read_stories(tmp_path / valid) == ["To validate.", "And that."]
+    stories = load_stories(tmp_path, vocab=300, context=8)
+    assert stories.tokenizer.decode(stories.train.tolist()) == "To train on.And this."
+    assert stories.tokenizer.decode(stories.valid.tolist()) == "To validate.And that."
+    assert {*stories.hashes} == {train, valid}
+
+
+def test_stories_are_read_from_a_split_archive(tmp_path):
+    whole = packed(
+        tmp_path / "whole",
+        {"traindataset.txt": LINES, "valdataset.txt": '"Held out."\n', "LICENSE": "no story"},
+    ).read_bytes()
+    cut = len(whole) // 2
+    (tmp_path / "b.7z.001").write_bytes(whole[:cut])
+    (tmp_path / "b.7z.002").write_bytes(whole[cut:])
+    (tmp_path / "whole").unlink()
+    for path in (tmp_path / "b.7z.001", tmp_path):
+        assert read_stories(path) == TWO
+        assert list(open_text(path, held_out=True)) == ["Held out."]
+        assert [*open_text(path).hashes] == ["b.7z.001", "b.7z.002"]
+    with pytest.raises(UserError, match=r"later part .* give b\.7z\.001"):
+        read_stories(tmp_path / "b.7z.002")
+
+
+def test_archives_of_compressed_files_and_of_none(tmp_path):
+    assert read_stories(packed(tmp_path / "a.7z", {"a.jsonl.xz": lzma.compress(LINES.encode())})) == TWO
+    with pytest.raises(UserError, match="holds no stories"):
+        read_stories(packed(tmp_path / "b.7z", {"README": "none"}))
+
+
+def test_a_damaged_archive_gets_one_clear_line(tmp_path):
+    data = bytearray(packed(tmp_path / "a.7z", {"a.txt": os.urandom(9000).hex()}).read_bytes())
+    data[3000] ^= 1
+    (tmp_path / "a.7z").write_bytes(data)
+    with pytest.raises(
+        UserError, match=r"a\.7z is damaged, or a part of it is missing \(.*\); download it again"
+    ):
+        read_stories(tmp_path / "a.7z")
+
+
+def test_the_digest_is_of_the_content(write, tmp_path):
+    digest = open_text(write("a.txt", TEXT)).digest
+    assert open_text(write("b.txt", TEXT)).digest == digest
+    others = [
+        open_text(write("c.txt", TEXT + ".")).digest,
+        open_text(tmp_path / "a.txt", most=1000).digest,
+        open_text(write("d.jsonl", TEXT)).digest,
+        open_text(tmp_path).digest,
+        Part(open_text(tmp_path / "a.txt"), held_out=False).digest,
+        Part(open_text(tmp_path / "a.txt"), held_out=True).digest,
+        Generated(0, 1000).digest,
+        Generated(1, 1000).digest,
+        Generated(0, 1001).digest,
+    ]
+    assert len({digest, *others}) == 1 + len(others)
 
 
 # ---- the generator -------------------------------------------------------------------------------
@@ -214,47 +354,243 @@ def test_any_text_survives_the_tokeniser():
     assert tokenizer.token_to_id(END) == 0
 
 
-def test_training_is_the_same_in_another_process_and_is_cached():
-    stories = generated_stories(3, 30_000)
-    first = train_tokenizer(stories, 500).to_str()
-    (cached,) = cache_dir().iterdir()
-    assert train_tokenizer(stories, 500).to_str() == first
-    assert [*cache_dir().iterdir()] == [cached]
+def test_training_is_the_same_in_another_process():
     code = (
         "from parzen.lab.tasks.stories import *;"
         "print(train_tokenizer(generated_stories(3, 30_000), 500).to_str(), end='')"
     )
-    env = {**os.environ, "XDG_CACHE_HOME": "", "HOME": "", "RAYON_NUM_THREADS": "1", "PYTHONUTF8": "1"}
+    env = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONUTF8": "1"}
     other = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, encoding="utf-8", check=True
     )
-    assert other.stdout == first
+    assert other.stdout == train_tokenizer(generated_stories(3, 30_000), 500).to_str()
 
 
-def test_another_text_or_size_is_another_entry():
-    train_tokenizer(["a b c"], 300)
-    train_tokenizer(["a b", "c"], 300)
-    train_tokenizer(["a b c"], 301)
-    assert len([*cache_dir().iterdir()]) == 3
+def test_a_sample_is_bounded_and_spread_over_the_whole():
+    stories = [f"{number:010}" for number in range(1000)]
+    assert sample(iter(stories), 10_000) == stories
+    chosen = sample(iter(stories), 9_999)
+    assert chosen == stories[::2]
+    assert sample(iter(stories), 1000) == stories[::16]
+    assert sample(["longer than that"], 5) == ["longer than that"]
 
 
-def test_a_damaged_cache_is_made_again():
-    stories = generated_stories(0, 10_000)
-    first = train_tokenizer(stories, 300).to_str()
-    (cached,) = cache_dir().iterdir()
+def gpt2(folder):
+    """A vocabulary in the two files of GPT-2, with the end last, as there."""
+    tokenizer = train_tokenizer(generated_stories(0, 20_000), 400)
+    tokenizer.model.save(str(folder))
+    vocab = json.loads((folder / "vocab.json").read_text())
+    names = sorted((name for name in vocab if name != END), key=vocab.__getitem__)
+    (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate([*names, END])}))
+    return tokenizer
+
+
+def test_vocab_and_merges_are_read_as_of_gpt2(tmp_path):
+    trained, read = gpt2(tmp_path), read_tokenizer(tmp_path)
+    assert read.token_to_id(END) == 399
+    assert read.get_vocab_size() == 400
+    for text in (*TWO, *generated_stories(1, 5000), " two  spaces\n"):
+        assert [i + 1 for i in read.encode(text).ids] == trained.encode(text).ids
+        assert read.decode(read.encode(text).ids) == text
+    (tmp_path / "one.json").write_text(read.to_str())
+    assert read_tokenizer(tmp_path / "one.json").to_str() == read.to_str()
+
+
+def test_a_tokeniser_that_cannot_be_used(tmp_path, write):
+    with pytest.raises(UserError, match=r"cannot read a tokeniser from .*; give a folder with vocab.json"):
+        read_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="cannot read a tokeniser from"):
+        read_tokenizer(write("a.json", "{}"))
+    gpt2(tmp_path)
+    vocab = (tmp_path / "vocab.json").read_text().replace(END, "<other>")
+    write("vocab.json", vocab)
+    with pytest.raises(UserError, match=r"has no <\|endoftext\|>"):
+        read_tokenizer(tmp_path)
+
+
+def test_a_trained_tokeniser_is_cached_and_made_again_if_damaged(write, monkeypatch):
+    path = write("a.txt", TEXT * 9)
+    first = load_stories(path, vocab=300, context=8).tokenizer.to_str()
+    (cached,) = cache_dir().glob("bpe-*")
     whole = cached.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(task, "train_tokenizer", None)
+        assert load_stories(path, vocab=300, context=8).tokenizer.to_str() == first
     cached.write_bytes(whole[:100])
-    assert train_tokenizer(stories, 300).to_str() == first
+    assert load_stories(path, vocab=300, context=8).tokenizer.to_str() == first
     assert cached.read_bytes() == whole
+    load_stories(path, vocab=301, context=8)
+    assert len([*cache_dir().glob("bpe-*")]) == 2
+
+
+# ---- token streams -------------------------------------------------------------------------------
+
+TOLD = generated_stories(2, 40_000)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TOLD, 400)
+
+
+@pytest.fixture
+def text(write, monkeypatch):
+    """Many stories, in batches of a few."""
+    monkeypatch.setattr(task, "BATCH", 2000)
+    return open_text(write("told.jsonl", "".join(json.dumps(story) + "\n" for story in TOLD)))
+
+
+def expected(tokenizer):
+    return [token for story in TOLD for token in [*tokenizer.encode(story).ids, 0]]
+
+
+def test_a_stream_is_mapped_and_made_once(text, tokenizer, monkeypatch):
+    stream, count = token_stream(text, tokenizer)
+    assert isinstance(stream, np.memmap)
+    assert stream.dtype == np.uint16
+    assert stream.tolist() == expected(tokenizer)
+    assert count == len(TOLD)
+    assert token_stream(text, tokenizer, lead=True)[0].tolist() == [0, *expected(tokenizer)]
+    monkeypatch.setattr(task, "encode", None)
+    again, count = token_stream(text, tokenizer)
+    assert again.tolist() == stream.tolist()
+    assert count == len(TOLD)
+
+
+def test_another_text_or_tokeniser_is_another_stream(text, tokenizer, write):
+    token_stream(text, tokenizer)
+    other, _ = token_stream(open_text(write("b.txt", "Other.")), tokenizer)
+    assert tokenizer.decode(other.tolist()) == "Other."
+    few = train_tokenizer(TOLD, 300)
+    assert few.decode(token_stream(text, few)[0].tolist()) == "".join(TOLD)
+
+
+def test_many_tokens_need_four_bytes(tmp_path):
+    names = [*pre_tokenizers.ByteLevel.alphabet(), *(f"w{i}" for i in range(70_000)), END]
+    (tmp_path / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = read_tokenizer(tmp_path)
+    (tmp_path / "a.txt").write_text("ab")
+    stream, _ = token_stream(open_text(tmp_path / "a.txt"), tokenizer)
+    assert stream.dtype == np.uint32
+    assert stream.tolist() == [*tokenizer.encode("ab").ids, len(names) - 1]
+
+
+@pytest.mark.parametrize("lead", [False, True])
+def test_an_interrupted_stream_is_gone_on_from(text, tokenizer, monkeypatch, lead):
+    """Interrupted again and again, by whatever, the stream is that of one go, no story encoded twice."""
+    whole, encoded = [0] * lead + expected(tokenizer), []
+    monkeypatch.setattr(task, "NOTE", 0)
+
+    def some(tokenizer, stories):
+        for piece, count in itertools.islice(encode(tokenizer, stories), 3):
+            encoded.append(count)
+            yield piece, count
+        if sum(encoded) < len(TOLD):
+            raise KeyboardInterrupt
+
+    interrupted = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(task, "encode", some)
+        while True:
+            try:
+                stream, count = token_stream(text, tokenizer, lead)
+                break
+            except KeyboardInterrupt:
+                interrupted += 1
+                # What was written after the last note, as by a kill in the middle of it, does not count.
+                (data,) = cache_dir().glob("*.bin")
+                with open(data, "ab") as file:
+                    file.write(b"garbage")
+    assert interrupted >= 4
+    assert stream.tolist() == whole
+    assert count == sum(encoded) == len(TOLD)
+
+
+def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(text, tokenizer, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
+    code = f"""if True:
+        import os, signal
+        from pathlib import Path
+        from parzen.lab.tasks import stories as task
+        task.BATCH, task.NOTE, keep = 2000, 0, task._keep
+        def kill(file, data, note):
+            keep(file, data, note)
+            if note.stories > {len(TOLD) // 2}:
+                file.write(b"half")
+                os.kill(os.getpid(), signal.SIGKILL)
+        task._keep = kill
+        tokenizer = task.read_tokenizer(Path({str(tmp_path / "tokenizer.json")!r}))
+        task.token_stream(task.open_text(Path({str(text.items[0].path)!r})), tokenizer)
+    """
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    (note,) = cache_dir().glob("*.json")
+    before = json.loads(note.read_text())
+    assert not before["done"]
+    assert len(TOLD) // 2 < before["stories"] < len(TOLD)
+    assert token_stream(text, read_tokenizer(tmp_path / "tokenizer.json"))[0].tolist() == expected(tokenizer)
+    assert len([*cache_dir().iterdir()]) == 2
+
+
+@pytest.mark.parametrize(
+    "note", [b"", b"[]", b'{"tokens": 5}', b'{"done": true}', b'{"tokens": "x"}', b"\xff"]
+)
+def test_a_damaged_note_or_file_is_made_again(text, tokenizer, note):
+    token_stream(text, tokenizer)
+    (kept,), (data,) = cache_dir().glob("*.json"), cache_dir().glob("*.bin")
+    kept.write_bytes(note)
+    assert token_stream(text, tokenizer)[0].tolist() == expected(tokenizer)
+    data.write_bytes(data.read_bytes()[:-2])
+    assert token_stream(text, tokenizer)[0].tolist() == expected(tokenizer)
+
+
+def test_processes_wait_for_the_one_that_tokenises(text, tokenizer, monkeypatch):
+    made = []
+
+    def counted(tokenizer, stories):
+        made.append(1)
+        yield from encode(tokenizer, stories)
+
+    monkeypatch.setattr(task, "encode", counted)
+    with ThreadPoolExecutor(4) as pool:
+        streams = list(pool.map(lambda _: token_stream(text, tokenizer)[0].tolist(), range(4)))
+    assert streams == [expected(tokenizer)] * 4
+    assert made == [1]
+
+
+def test_a_full_disk_is_one_line_and_gone_on_from(text, tokenizer, monkeypatch):
+    monkeypatch.setattr(task, "NOTE", 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5001, limits[1]))
+    try:
+        with pytest.raises(
+            UserError, match=r"cannot write .*\.bin: File too large; make room, or set XDG_"
+        ) as caught:
+            token_stream(text, tokenizer)
+        assert "\n" not in str(caught.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert token_stream(text, tokenizer)[0].tolist() == expected(tokenizer)
 
 
 @pytest.mark.parametrize("home", ["", "relative", "/proc/nowhere"])
-def test_no_usable_home_is_no_obstacle(monkeypatch, tmp_path, home):
+def test_without_a_usable_home_tokens_are_held_in_memory(monkeypatch, tmp_path, write, home):
+    path = write("a.txt", TEXT)
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", home)
     monkeypatch.chdir(tmp_path)
-    assert train_tokenizer(["one two"], 300).get_vocab_size() > 256
-    assert [*tmp_path.iterdir()] == []
+    stories = load_stories(path, path, vocab=300, context=8)
+    assert stories.tokenizer.decode(stories.train.tolist()) == "".join(TWO)
+    assert stories.tokenizer.decode(stories.valid.tolist()) == "".join(TWO)
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_long_work_says_how_far_it_is(text, tokenizer, monkeypatch):
+    clock = itertools.count(0, 11)
+    monkeypatch.setattr(task.time, "monotonic", lambda: float(next(clock)))
+    said = []
+    token_stream(text, tokenizer, say=said.append)
+    assert re.fullmatch(r"told\.jsonl: 0 M tokens, \d+:\d\d left", said[3])
 
 
 def test_a_file_is_whole_or_not_there(tmp_path, monkeypatch):
@@ -279,17 +615,38 @@ def numbers(train, valid):
 
 def test_batches_are_seeded_crops():
     stories = numbers(range(50), [0])
-    batches = stories.batches(200, 7, seed=1)
+    batches = stories.batches(400, 7, seed=1)
     inputs, targets = next(batches)
-    assert inputs.shape == targets.shape == (200, 7)
+    assert inputs.shape == targets.shape == (400, 7)
     assert_close(targets, inputs + 1)
     assert_close(inputs[:, 1:], inputs[:, :-1] + 1)
     # Every start is drawn, the first and the last one too.
     assert sorted(set(inputs[:, 0].tolist())) == list(range(43))
-    again, other = stories.batches(200, 7, seed=1), stories.batches(200, 7, seed=2)
+    again, other = stories.batches(400, 7, seed=1), stories.batches(400, 7, seed=2)
     assert_close(next(again)[0], inputs)
     assert not torch.equal(next(batches)[0], inputs)
     assert not torch.equal(next(other)[0], inputs)
+
+
+def test_batches_go_on_from_any_step():
+    stream = np.arange(1000, dtype=np.uint16)
+    batches = Batches(stream, 6, 5, seed=3)
+    told = [next(batches)[0] for _ in range(5)]
+    assert batches.step == 5
+    resumed = Batches(stream, 6, 5, seed=3)
+    resumed.step = 3
+    assert_close(next(resumed)[0], told[3])
+    assert_close(next(resumed)[0], told[4])
+    assert_close(batches.at(2)[0], told[2])
+    assert batches.step == 5
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 6])
+def test_parts_of_a_batch_are_the_batch(parts):
+    batches = Batches(np.arange(1000, dtype=np.uint16), 6, 5, seed=3)
+    whole, pieces = batches.at(7), [batches.at(7, part, parts) for part in range(parts)]
+    assert_close(torch.cat([inputs for inputs, _ in pieces]), whole[0])
+    assert_close(torch.cat([targets for _, targets in pieces]), whole[1])
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 6, 23])
@@ -311,6 +668,37 @@ def test_load_splits_by_story_and_learns_the_tokeniser_from_training_stories_onl
     assert (stories.train == 0).sum() == 94
     assert stories.train[-1] == 0
     assert stories.tokenizer.to_str() == train_tokenizer(told[:94], 300).to_str()
+
+
+def test_the_config_is_of_the_content(write, tmp_path):
+    first = load_stories(write("a.txt", TEXT), write("v.txt", "Hello."), vocab=300, context=8)
+    assert first.config.vocab == 300
+    assert first.config.context == 8
+    assert first.hashes == {
+        "a.txt": hashlib.sha256(TEXT.encode()).hexdigest(),
+        "v.txt": hashlib.sha256(b"Hello.").hexdigest(),
+    }
+    moved = load_stories(write("b.txt", TEXT), tmp_path / "v.txt", vocab=300, context=8)
+    assert moved.config == first.config
+    for change in ({"vocab": 290}, {"context": 9}, {"most": 1000}, {"valid": write("w.txt", "Bye.")}):
+        options = {"valid": tmp_path / "v.txt", "vocab": 300, "context": 8, **change}
+        assert load_stories(tmp_path / "a.txt", **options).config != first.config
+
+
+def test_a_tokeniser_can_be_given(write, tmp_path):
+    gpt2(tmp_path)
+    stories = load_stories(write("a.txt", TEXT), write("v.txt", "Hello."), tokenizer=tmp_path, context=8)
+    assert stories.vocab == stories.config.vocab == 400
+    assert stories.train[-1] == stories.valid[0] == 399
+    assert stories.tokenizer.decode(stories.train.tolist()) == "".join(TWO)
+    assert [*cache_dir().glob("bpe-*")] == []
+
+
+def test_what_is_done_is_said(write):
+    said = []
+    load_stories(write("a.txt", TEXT), write("v.txt", "Hello."), vocab=300, context=8, say=said.append)
+    assert said[0] == "a.txt: training a tokeniser of 300 tokens"
+    assert re.fullmatch(r"a\.txt: 2 stories to train on, 1 to validate; \d+ and \d tokens", said[1])
 
 
 def test_validation_stories_can_come_from_their_own_file(write):
@@ -365,6 +753,7 @@ def test_the_bigram_interpolates_where_counts_are_thin():
 
 def test_encode_ends_each_story():
     tokenizer = train_tokenizer(TWO, 300)
-    stream = encode(tokenizer, TWO)
+    ((stream, count),) = encode(tokenizer, TWO)
     assert stream.dtype == np.uint16
+    assert count == 2
     assert np.flatnonzero(stream == 0).tolist() == [len(tokenizer.encode(TWO[0]).ids), len(stream) - 1]

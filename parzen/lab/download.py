@@ -275,6 +275,13 @@ def lock(file: IO[Any], wait: bool) -> bool:
     return True
 
 
+def write_all(file: io.FileIO, data: bytes | memoryview) -> None:
+    """Writes to an unbuffered file, in which nothing is left to fail when it is closed."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
 class _Meter:
     """Progress in MiB; a line every ten seconds in a log."""
 
@@ -335,7 +342,7 @@ def volumes(path: Path) -> list[Path]:
     if int(numbered[2]) != 1:
         raise UserError(f"{path} is a later part of a split archive; give {stem}.{1:0{digits}}")
     parts = (path.with_name(f"{stem}.{number:0{digits}}") for number in itertools.count(1))
-    return list(itertools.takewhile(Path.exists, parts))
+    return list(itertools.takewhile(Path.exists, parts)) or [path]
 
 
 class Volumes(io.RawIOBase):
@@ -411,13 +418,14 @@ def unpack(path: Path, to: Path) -> None:
                 self.beside = self.path.with_name(f".{self.path.name}.part")
                 with _writing(self.path):
                     self.path.parent.mkdir(parents=True, exist_ok=True)
-                    self.file = open(self.beside, "wb")
+                    self.file = open(self.beside, "wb", buffering=0)
                 opened.callback(self.beside.unlink, missing_ok=True)
                 opened.callback(self.file.close)
 
             def write(self, data: bytes) -> int:
                 with _writing(self.path):
-                    return self.file.write(data)
+                    write_all(self.file, data)
+                return len(data)
 
             def seek(self, offset: int, whence: int = 0) -> int:
                 return 0
@@ -555,9 +563,7 @@ class _Pipe:
     pipe: io.FileIO
 
     def write(self, data: bytes) -> int:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[self.pipe.write(rest) :]
+        write_all(self.pipe, data)
         return len(data)
 
     def seek(self, offset: int, whence: int = 0) -> int:
