@@ -315,14 +315,21 @@ def packed(texts, **options):
     return out.getvalue()
 
 
-def renamed(archive, old, new):
-    """The archive with another name in its header, and the checksums that this needs."""
-    assert len(old) == len(new)
+def with_header(archive, change):
+    """The archive with its header changed, and the checksums that this needs."""
     at, size = struct.unpack("<QQ", archive[12:28])
-    header = archive[32 + at : 32 + at + size].replace(old.encode("utf-16-le"), new.encode("utf-16-le"))
-    assert header != archive[32 + at : 32 + at + size]
+    old = archive[32 + at : 32 + at + size]
+    header = change(old)
+    assert header != old
+    assert len(header) == len(old)
     start = archive[12:28] + struct.pack("<I", zlib.crc32(header))
     return archive[:8] + struct.pack("<I", zlib.crc32(start)) + start + archive[32 : 32 + at] + header
+
+
+def renamed(archive, old, new):
+    return with_header(
+        archive, lambda header: header.replace(old.encode("utf-16-le"), new.encode("utf-16-le"))
+    )
 
 
 def split(folder, data, parts=3, name="a.7z"):
@@ -438,6 +445,18 @@ def test_methods_without_a_bound_are_refused(save, filter_id):
     path = save(packed({"a.txt": b"a" * 1000}, filters=[{"id": getattr(py7zr, filter_id), "level": 3}]))
     with pytest.raises(UserError, match="another method than LZMA2"):
         members(path)
+
+
+def test_a_header_without_a_bound_is_refused_unread(save, monkeypatch):
+    out = io.BytesIO()
+    with py7zr.SevenZipFile(out, "w") as archive:
+        archive.writestr(b"a", "a.txt")
+    deflated = with_header(
+        out.getvalue(), lambda header: header.replace(b"\x21\x21\x01\x18", b"\x03\x04\x01\x08")
+    )
+    monkeypatch.setattr(py7zr, "SevenZipFile", None)
+    with pytest.raises(UserError, match="another method than LZMA2"):
+        members(save(deflated))
 
 
 def test_an_encrypted_archive_is_refused(save):

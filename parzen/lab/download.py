@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import ssl
+import struct
 import tempfile
 import threading
 import time
@@ -322,6 +323,7 @@ class _Meter:
 # ---- 7z archives ---------------------------------------------------------------------------------
 
 MAGIC = b"7z\xbc\xaf\x27\x1c"
+ENCODED_HEADER = b"\x17"
 MOST_MEMBERS = 10_000
 MOST_UNPACKED = 32 << 30
 # Copy, LZMA, LZMA2, BZip2, Delta, BCJ: py7zr takes their output a bounded piece at a time. Of the others it
@@ -473,7 +475,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with (
             io.BufferedReader(Volumes(volumes(path)), MIB) as content,
-            py7zr.SevenZipFile(content, max_extract_size=MOST_UNPACKED) as archive,
+            py7zr.SevenZipFile(_bounded(content, path), max_extract_size=MOST_UNPACKED) as archive,
         ):
             yield archive
     except (UserError, BrokenPipeError):
@@ -488,19 +490,35 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def _checked(archive: Any, path: Path) -> list[str]:
-    """The names of the files, if all that the archive declares is harmless."""
-    entries = archive.files
-    streams = archive.header.main_streams
+def _bounded(content: IO[bytes], path: Path) -> IO[bytes]:
+    """Refuses a packed header that py7zr would expand without bound, before py7zr sees it."""
+    from py7zr.archiveinfo import HeaderStreamsInfo
+
+    content.seek(12)
+    (offset,) = struct.unpack("<Q", content.read(8))
+    content.seek(32 + offset)
+    if content.read(1) == ENCODED_HEADER:
+        _check_methods(HeaderStreamsInfo.retrieve(io.BytesIO(content.read(MIB))), path)
+    content.seek(0)
+    return content
+
+
+def _check_methods(streams: Any, path: Path) -> None:
     coders = [coder for folder in streams.unpackinfo.folders for coder in folder.coders] if streams else []
-    sizes = sum(entry.uncompressed for entry in entries)
-    names = [entry.filename for entry in entries if not entry.is_directory]
-    if len(entries) > MOST_MEMBERS or sizes > MOST_UNPACKED:
-        raise UserError(f"{path} holds {len(entries):,} files of {sizes:,} bytes: too many to be stories")
     if {coder["method"] for coder in coders} - METHODS:
         raise UserError(
             f"{path} is encrypted or packed with another method than LZMA2; pack it anew with that"
         )
+
+
+def _checked(archive: Any, path: Path) -> list[str]:
+    """The names of the files, if all that the archive declares is harmless."""
+    entries = archive.files
+    sizes = sum(entry.uncompressed for entry in entries)
+    names = [entry.filename for entry in entries if not entry.is_directory]
+    if len(entries) > MOST_MEMBERS or sizes > MOST_UNPACKED:
+        raise UserError(f"{path} holds {len(entries):,} files of {sizes:,} bytes: too many to be stories")
+    _check_methods(archive.header.main_streams, path)
     for entry in entries:
         linked = entry.is_symlink or entry.is_junction or entry.is_socket
         if linked or not _stays_inside(entry.filename):
