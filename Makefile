@@ -15,13 +15,14 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard parzen/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab,test]'
 	touch $@
 
+# Threads that wait for a core taken by another program must not spin.
 demo: $(STAMP)
-	$(BIN)/parzen demo $(DEMO)
+	OMP_WAIT_POLICY=passive $(BIN)/parzen demo $(DEMO)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="parzen", description="Sparse attention as compact kernel regression.")
     top.add_argument("--version", action="version", version=f"parzen {parzen.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_kernels, _add_demo, _add_info):
+    for add in (_add_kernels, _add_demo, _add_data, _add_bench, _add_info):
         add(commands)
     return top
 
@@ -141,6 +141,48 @@ def _demo(arguments: argparse.Namespace) -> int:
     return int(demo.run(demo.DemoConfig(**options)))
 
 
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def _add_data(commands: Commands[Parser]) -> None:
+    command = _command(commands, "data", _data, "download a published set of stories, resumed and verified")
+    command.add_argument("name", choices=("babistories", "tinystories"), help="which one")
+    command.add_argument("--to", type=Path, metavar="DIR", required=True, help="the folder for its files")
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    return int(import_module("parzen.lab.download").main(arguments.name, arguments.to))
+
+
+# ---- bench ---------------------------------------------------------------------------------------
+
+
+def _add_bench(commands: Commands[Parser]) -> None:
+    command = _command(
+        commands, "bench", _bench, "time attention against dense softmax and the entmax package"
+    )
+    command.add_argument("what", choices=("attention",), help="what is timed")
+    command.add_argument("--kernels", type=_kernel_names, metavar="A,B", help="default: those of each group")
+    command.add_argument(
+        "--lengths", type=_lengths, metavar="N,M", help="default: all standard lengths and densities"
+    )
+    command.add_argument("--threads", type=_whole(1), help="default: all cores")
+    command.add_argument("--long", action="store_true", help="also one head of 131072 keys")
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="save attention.md and attention.jsonl there"
+    )
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    bench = import_module("parzen.bench")
+    options = {k: v for k, v in vars(arguments).items() if k not in ("run", "what")}
+    try:
+        bench.bench_attention(**options)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return 0
+
+
 # ---- info ----------------------------------------------------------------------------------------
 
 
@@ -174,6 +216,10 @@ def _whole(least: int) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(map(_whole(1), text.split(",")))
 
 
 def _kernel_names(text: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -17,9 +18,10 @@ from parzen.attention import info
 from parzen.lab import console, evaluate, figures
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
+from parzen.lab.language import Language
 from parzen.lab.tasks.ngrams import Bigram
 from parzen.lab.tasks.stories import Stories, load_stories
-from parzen.lab.train import TrainConfig, train
+from parzen.lab.train import Keeper, Progress, TrainConfig, train
 from parzen.models.mosaic import Mosaic, MosaicConfig
 
 KERNELS = ("gaussian", "epanechnikov", "biweight", "relumax")
@@ -127,14 +129,30 @@ def _model(config: DemoConfig, vocab: int, kernel: str) -> Mosaic:
     )
 
 
-def _schedule(config: DemoConfig, steps: int) -> TrainConfig:
-    return TrainConfig(steps, lr=config.lr, norm_lr=config.norm_lr, scalar_lr=config.scalar_lr)
+def _train_config(config: DemoConfig, steps: int) -> TrainConfig:
+    return TrainConfig(
+        steps,
+        config.batch,
+        lr=config.lr,
+        norm_lr=config.norm_lr,
+        scalar_lr=config.scalar_lr,
+        evaluate_every=max(1, round(steps / config.curve)),
+    )
 
 
 def _seconds_a_step(config: DemoConfig, stories: Stories, kernel: str, steps: int) -> float:
-    model = _model(config, stories.vocab, kernel)
-    batches = stories.batches(config.batch, config.context, config.seed)
-    return median(step.seconds for step in train(model, batches, _schedule(config, steps)))
+    inputs, targets = stories.windows(config.context)
+    task = Language(stories, config.context, (inputs[:1], targets[:1]))
+    clock = [0.0]
+    train(
+        _model(config, stories.vocab, kernel),
+        task,
+        _train_config(config, steps),
+        config.seed,
+        Keeper(),
+        report=lambda progress: clock.append(progress.seconds),
+    )
+    return median(b - a for a, b in itertools.pairwise(clock))
 
 
 def _choose_threads(config: DemoConfig, stories: Stories) -> None:
@@ -176,24 +194,23 @@ def _train(
     progress.part(result.kernel)
     inputs, targets = stories.windows(config.context)
     spread = torch.linspace(0, len(inputs) - 1, min(config.sample, len(inputs))).long()
-    sample = inputs[spread], targets[spread]
+    task = Language(stories, config.context, (inputs[spread], targets[spread]))
     model = _model(config, stories.vocab, result.kernel)
-    batches = stories.batches(config.batch, config.context, config.seed)
-    due = {round(steps * i / config.curve) for i in range(1, config.curve)}
-    valid = ""
-    for step in train(model, batches, _schedule(config, steps)):
-        result.tokens += step.tokens
-        result.seconds += step.seconds
-        if step.number in due and step.number < steps:
-            result.loss = evaluate.loss(model, sample)
-            result.curve.append((result.tokens, result.loss))
-            valid = f", valid {result.loss:.3f}"
-        status = f"train {step.loss:.3f}{valid}, {result.speed:,.0f} tokens/s"
+
+    def report(now: Progress) -> None:
+        result.tokens, result.seconds = now.tokens, now.seconds
+        if now.valid is not None:
+            result.loss = now.valid
+            result.curve.append((now.tokens, now.valid))
+        valid = "" if result.loss is None else f", valid {result.loss:.3f}"
+        status = f"train {now.loss:.3f}{valid}, {result.speed:,.0f} tokens/s"
         progress.step(status)
-        if step.number in due and step.number < steps:
+        if now.valid is not None and now.step < steps:
             progress.mark(status)
+
+    train(model, task, _train_config(config, steps), config.seed, Keeper(), report=report)
     result.loss = evaluate.loss(model, (inputs, targets))
-    result.curve.append((result.tokens, result.loss))
+    result.curve[-1] = (result.tokens, result.loss)
     # The last window is padded.
     result.share = evaluate.share_of_keys(model, inputs[spread[: max(1, len(spread) - 1)]])
     progress.mark(f"valid {result.loss:.3f}, {result.share:.1%} of keys used, {result.speed:,.0f} tokens/s")

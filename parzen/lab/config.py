@@ -1,0 +1,91 @@
+"""The frozen description of a run, its JSON, and the hash that names it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from parzen.lab.errors import UserError
+from parzen.lab.tasks.stories import StoriesConfig
+from parzen.lab.train import TrainConfig
+from parzen.models.mosaic import MosaicConfig
+from parzen.models.sequence import SequenceConfig
+
+# What a config may be made of, by the name that its JSON carries.
+TASKS: dict[str, type] = {"stories": StoriesConfig}
+MODELS: dict[str, type] = {"mosaic": MosaicConfig, "sequence": SequenceConfig}
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that a result depends on: task, model, training and seed.
+
+    Two runs with equal configs see the same batches and, on the same machine, end with the same numbers.
+    Data enters by content hash (inside ``task``), never by path.
+    """
+
+    task: Any
+    model: Any
+    train: TrainConfig
+    seed: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, with the kinds of task and model."""
+        return {
+            "task": {"kind": _kind(TASKS, self.task), **dataclasses.asdict(self.task)},
+            "model": {"kind": _kind(MODELS, self.model), **dataclasses.asdict(self.model)},
+            "train": dataclasses.asdict(self.train),
+            "seed": self.seed,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], where: str) -> RunConfig:
+        """The config that ``to_json`` wrote; ``where`` names it in errors.
+
+        Raises:
+            UserError: a field is missing, unknown, or of another type or domain.
+        """
+        for name in ("task", "model", "train", "seed"):
+            if name not in data:
+                raise UserError(f"{where}: no {name!r} in it; this is not the config of a run")
+        return cls(
+            _build(_lookup(TASKS, data["task"], where), data["task"], where),
+            _build(_lookup(MODELS, data["model"], where), data["model"], where),
+            _build(TrainConfig, data["train"], where),
+            int(data["seed"]),
+        )
+
+    def digest(self) -> str:
+        """The first 12 hex digits of the SHA-256 of the canonical JSON: the name of the run."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _kind(table: Mapping[str, type], value: Any) -> str:
+    return next(name for name, kind in table.items() if type(value) is kind)
+
+
+def _lookup(table: Mapping[str, type], data: Any, where: str) -> type:
+    kind = data.get("kind") if isinstance(data, dict) else None
+    if not isinstance(kind, str) or kind not in table:
+        raise UserError(f"{where}: kind {kind!r} is unknown; known: {', '.join(table)}")
+    return table[kind]
+
+
+def _build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
+    names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "kind"}
+    if unknown := sorted(set(given) - names):
+        raise UserError(
+            f"{where}: {cls.__name__} has no {', '.join(unknown)}; it has {', '.join(sorted(names))}"
+        )
+    try:
+        return cls(**given)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: {error}") from error

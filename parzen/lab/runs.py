@@ -1,0 +1,200 @@
+"""A run is a folder, and nothing else remembers anything.
+
+    config.json         the frozen config; its hash names the folder
+    environment.json    versions, machine, command, when
+    metrics.jsonl       one JSON object a line; the same bytes for the same config on the same machine
+    times.jsonl         how long things took: everything that differs from one machine to the next
+    last.safetensors    weights, optimiser, random state and step: where to go on
+    best.safetensors    the weights with the best validation score so far
+    results.json        written last: a folder that has it is finished
+
+Files are replaced whole, so a run that is killed at any moment goes on from its last checkpoint. No file
+holds pickled objects.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from parzen.attention import info
+from parzen.lab.config import RunConfig
+from parzen.lab.errors import UserError
+from parzen.lab.files import write_whole
+from parzen.lab.train import Keeper
+
+
+def to_bytes(value: Any) -> bytes:
+    """JSON as it is written everywhere here: indented, one trailing newline."""
+    return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=True) + "\n").encode()
+
+
+def read_json(path: Path) -> Any:
+    """The JSON in ``path``.
+
+    Raises:
+        UserError: missing, unreadable or not JSON.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove its folder to run it again") from error
+
+
+class Run(Keeper):
+    """One folder. ``Run.create`` makes it or finds it again; ``Run.open`` reads one that exists."""
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self.folder, self.config = folder, config
+
+    @classmethod
+    def create(cls, root: Path, config: RunConfig) -> Run:
+        """The run of ``config`` below ``root``, in a folder named by its hash.
+
+        Raises:
+            UserError: the folder cannot be written.
+        """
+        run = cls(root / config.digest(), config)
+        if not (run.folder / "config.json").exists():
+            environment = {
+                **info(),
+                "machine": platform.machine(),
+                "command": shlex.join(sys.argv),
+                "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            }
+            write_whole(run.folder / "environment.json", to_bytes(environment))
+            write_whole(run.folder / "config.json", to_bytes(config.to_json()))
+        return run
+
+    @classmethod
+    def open(cls, folder: Path) -> Run:
+        """The run in ``folder``.
+
+        Raises:
+            UserError: there is none, its config is damaged, or was edited after the run began.
+        """
+        path = folder / "config.json"
+        if not path.exists():
+            raise UserError(f"{folder} is not the folder of a run: it has no config.json")
+        config = RunConfig.from_json(read_json(path), str(path))
+        if folder.resolve().name != config.digest():
+            raise UserError(
+                f"{path} does not belong to its folder (its hash is {config.digest()}): it was changed, or "
+                "the folder renamed; start a new run with the changed settings, or undo the change"
+            )
+        return cls(folder, config)
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        return (self.folder / "results.json").exists()
+
+    def results(self) -> dict[str, Any]:
+        """What ``finish`` wrote."""
+        return read_json(self.folder / "results.json")
+
+    def finish(self, results: Mapping[str, Any]) -> None:
+        """Writes the results; the run is finished."""
+        write_whole(self.folder / "results.json", to_bytes(dict(results)))
+
+    # ---- metrics ---------------------------------------------------------------------------------
+
+    def log(self, record: Mapping[str, Any], file: str = "metrics.jsonl") -> None:
+        """Appends one line."""
+        line = json.dumps(record, ensure_ascii=False) + "\n"
+        try:
+            with open(self.folder / file, "a", encoding="utf-8") as f:
+                f.write(line)
+        except OSError as error:
+            raise UserError(f"cannot write {self.folder / file}: {error.strerror or error}") from error
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All lines of metrics.jsonl; a last line cut short by a kill is left out."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+
+    def _length(self, file: str) -> int:
+        path = self.folder / file
+        return path.stat().st_size if path.exists() else 0
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def save(self, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Writes ``name``.safetensors: ``tensors``, and ``state`` as JSON in its header."""
+        record = {
+            **state,
+            "config": self.config.digest(),
+            "lengths": {file: self._length(file) for file in ("metrics.jsonl", "times.jsonl")},
+        }
+        plain = {key: t.detach().cpu().contiguous() for key, t in tensors.items()}
+        data = save(plain, metadata={"parzen": json.dumps(record)})
+        write_whole(self.folder / f"{name}.safetensors", data)
+
+    def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What ``save`` wrote, or None if it never did.
+
+        Raises:
+            UserError: the file is cut short, damaged, or of another run.
+        """
+        path = self.folder / f"{name}.safetensors"
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, framework="pt") as f:
+                tensors = {key: f.get_tensor(key) for key in f.keys()}
+                state = json.loads((f.metadata() or {})["parzen"])
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise UserError(
+                f"{path} cannot be read ({error}); nothing was changed: restore it, or remove it to train "
+                "this run from its beginning"
+            ) from error
+        if state["config"] != self.config.digest():
+            raise UserError(f"{path} belongs to another run ({state['config']})")
+        return tensors, state
+
+    def rewind(self, state: Mapping[str, Any]) -> None:
+        """Cuts the logs back to where they were when ``state`` was saved (to nothing if it is empty).
+
+        Half-written files that a kill left behind are removed.
+        """
+        for left in self.folder.glob(".*"):
+            left.unlink()
+        for file in ("metrics.jsonl", "times.jsonl"):
+            path = self.folder / file
+            if path.exists():
+                os.truncate(path, state.get("lengths", {}).get(file, 0))
+
+
+def find_runs(places: list[Path]) -> list[Run]:
+    """All runs in and below ``places``, in order of folder name.
+
+    Raises:
+        UserError: a place does not exist, or holds none.
+    """
+    runs = []
+    for place in places:
+        if not place.exists():
+            raise UserError(f"{place} does not exist")
+        found = sorted(
+            p.parent for p in place.rglob("config.json") if (p.parent / "environment.json").exists()
+        )
+        if not found:
+            raise UserError(f"there is no run in {place}")
+        runs += [Run.open(folder) for folder in found]
+    return runs
