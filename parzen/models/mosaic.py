@@ -245,12 +245,14 @@ class Stored:
         key: k of the last position, (B, H, 1, E), or (B, H, 0, E) at the start.
         value: u of the last position, likewise.
         pairs: those of all positions before it.
+        count: how many those are: more, and this state is used up.
     """
 
     keys: State
     key: Tensor
     value: Tensor
     pairs: Pairs
+    count: int
 
 
 BlockState = tuple[Stored, State]
@@ -285,21 +287,27 @@ class ContextualMemory(nn.Module):
     def initial_state(self, batch: int) -> Stored:
         """Nothing stored."""
         empty = self.values.initial_state(batch)
-        return Stored(self.keys.initial_state(batch), empty, empty, Pairs(empty))
+        return Stored(self.keys.initial_state(batch), empty, empty, Pairs(empty), 0)
 
     def extend(self, x: Tensor, state: Stored) -> tuple[Tensor, Stored]:
-        """The next positions, (B, n, D) → (B, n, D), and the state after them; the old one is used up."""
+        """The next positions, (B, n, D) → (B, n, D), and the state after them; the old one is used up.
+
+        Raises:
+            ValueError: a state that was used up before.
+        """
+        pairs = state.pairs
+        if pairs.count != state.count:
+            raise ValueError("this state was read on from before; to go on in two ways, deepcopy it first")
         query, keys = self.keys.extend(x, state.keys)
         key = torch.cat((state.key, query), 2)
         value, last = self.values.extend(x, state.value)
-        pairs = state.pairs
         pairs.append(key[:, :, :-1], value)
         # The first position of all has no pair to recall.
         blank = 1 - state.key.shape[2]
         scale = self._scale(x[:, blank:], pairs.count)
         y = self._recall(query[:, :, blank:], pairs.key, pairs.value, scale)
         y = F.pad(y, (0, 0, blank, 0))
-        return self._write(y), Stored(keys, key[:, :, -1:].clone(), last, pairs)
+        return self._write(y), Stored(keys, key[:, :, -1:].clone(), last, pairs, pairs.count)
 
     def _scale(self, x: Tensor, pairs: int) -> Number:
         """1/h² of the queries at x, the last of which sees so many pairs and each one fewer before it."""
