@@ -149,6 +149,15 @@ def test_lists_beyond_the_budget_are_recomputed(kernel: str, monkeypatch: pytest
         assert_close(a, b, atol=1e-12, rtol=1e-10)
 
 
+def test_screened_lists_beyond_the_budget(isa: str, monkeypatch: pytest.MonkeyPatch):
+    # The best key of a margin is found again by its very bits.
+    qkv = inputs(1, 1, 1, 60, 1700, 40, 8)
+    expected = run(lambda *x: attention(*x, kernel="relumax", scale=0.3), *qkv)
+    monkeypatch.setattr(cpu, "PER_ROW", 1)
+    for a, b in zip(run(lambda *x: attention(*x, kernel="relumax", scale=0.3), *qkv), expected, strict=True):
+        assert_close(a, b, atol=2e-5, rtol=1e-4)
+
+
 def test_float32_is_as_exact_as_dense_float32(isa: str):
     qkv = inputs(1, 2, 2, 150, 1500, 64, 64, dtype=torch.float64)
     single = [x.float() for x in qkv]
@@ -318,6 +327,28 @@ def test_bits_do_not_depend_on_threads(isa: str, kernel: str, scale: float, thre
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kernel", ["epanechnikov", "relumax"])
+def test_bits_of_screened_rows_do_not_depend_on_threads(isa: str, kernel: str, threads):
+    qkv = inputs(1, 1, 1, 200, 1700, 40, 8)
+    results = []
+    for n in (1, 2):
+        threads(n)
+        results.append(run(lambda *x: attention(*x, kernel=kernel, scale=0.3), *qkv))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kernel", ["epanechnikov", "triweight", "relumax", "knn_gaussian"])
+def test_a_few_queries_see_what_many_do(isa: str, kernel: str):
+    """Up to four queries take the keys as they lie, without packing them."""
+    q, k, v = inputs(2, 4, 2, 9, 300, 24, 8, dtype=torch.float64)
+    options = {"kernel": kernel, "enable_gqa": True}
+    with torch.no_grad():
+        many = attention(q, k, v, **options)
+        for n in range(1, 5):
+            assert_close(attention(q[:, :, :n], k, v, **options), many[:, :, :n], atol=1e-12, rtol=0)
 
 
 def test_threads_may_call_at_once():

@@ -26,13 +26,6 @@ from torch import Tensor
 from parzen.backends import Call, reference
 from parzen.kernels import Form, Number
 
-
-def _path() -> Path | None:
-    """The library. An editable install keeps it in another folder of the package's path."""
-    places = (Path(folder) / "_engine" / "engine.so" for folder in sys.modules["parzen"].__path__)
-    return next((place for place in places if place.exists()), None)
-
-
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 # A query's support list holds this many keys on average over its tile; a tile that needs more is
@@ -63,6 +56,17 @@ def _parallel_for() -> int:
         return ctypes.cast(lib.torch_parallel_for, ctypes.c_void_p).value or 0
     except (OSError, AttributeError):
         return 0
+
+
+def _path() -> Path | None:
+    """The library. An editable install keeps it in another folder of the package's path.
+
+    PARZEN_ENGINE names another build, such as one with sanitizers.
+    """
+    if other := os.environ.get("PARZEN_ENGINE"):
+        return Path(other)
+    places = (Path(folder) / "_engine" / "engine.so" for folder in sys.modules["parzen"].__path__)
+    return next((place for place in places if place.exists()), None)
 
 
 def _open() -> tuple[ctypes.CDLL, list[str]] | None:
@@ -517,6 +521,8 @@ def why_not(call: Call) -> str | None:
         return f"the CPU engine computes in float32 and float64, the inputs are {call.q.dtype}"
     if torch.compiler.is_exporting():
         return "an exported graph must consist of plain operators"
+    if call.k.shape[2] >= 2**31:
+        return "the CPU engine numbers keys in 32 bits"
     if not _built():
         return "the CPU engine was not built (no C++ compiler when parzen was installed)"
     return None

@@ -79,6 +79,7 @@ struct Problem {
   T *keys_packed = nullptr, *values_packed = nullptr;  // per (b, hk), blocks of packed keys; or null
   uint8_t* codes = nullptr;                            // the same as 8-bit integers, where they screen
   Bound* bounds = nullptr;
+  bool direct = false;                                 // so few queries that packing keys does not pay
   int64_t list_stride = 0;                             // one row's list, with room for a vector more
   int64_t* used = nullptr;                             // next free entry of index/score
   T *list_p = nullptr, *list_ds = nullptr;             // backward: per support entry,
@@ -169,7 +170,14 @@ __attribute__((noinline)) bool score_block(const Problem<T>& P, const Tile<T>& t
     all &= tile.lo[i] <= j0 && tile.hi[i] >= j0 + BLOCK;
   }
   if (!any) return false;
-  scores(queries + g * A.E, tile.key_panels + block * BLOCK * A.E, A.E, s, ld);
+  if (P.direct) {
+    const T* keys = P.at_key(A.k, tile.b, tile.hk, j0);
+    for (int64_t i = 0; i < rows; i++)
+      for (int64_t j = 0; j < smaller(BLOCK, P.keys(tile.b) - j0); j++)
+        s[i * ld + j] = dot(queries + (g + i) * A.E, keys + j * A.k.i, A.E);
+  } else {
+    scores(queries + g * A.E, tile.key_panels + block * BLOCK * A.E, A.E, s, ld);
+  }
   if (plain && all) return true;
   for (int64_t i = 0; i < rows; i++) {
     T* x = s + i * ld;
@@ -426,8 +434,8 @@ void forward_tile(const Problem<T>& P, Tile<T>& tile, ForwardScratch<T>& scratch
       found = screen_tile<K>(P, tile, scratch);
       if (!found) start_rows<K>(P, tile, scratch);
     }
-  if (!found) {
-    if (!P.keys_packed) {
+  auto by_products = [&] {
+    if (!P.keys_packed && !P.direct) {
       if (!scratch.packed) pack_panels(P.at_key(A.k, tile.b, tile.hk, 0), A.k.i, P.keys(tile.b), A.E, scratch.panels);
       scratch.packed = true;
       tile.key_panels = scratch.panels;
@@ -437,23 +445,38 @@ void forward_tile(const Problem<T>& P, Tile<T>& tile, ForwardScratch<T>& scratch
         if (score_block(P, tile, g, block, scratch.queries, scratch.s, BLOCK))
           for (int64_t i = g; i < smaller(g + MR, tile.n); i++)
             scan<K, T>(A, scratch.row[i], scratch.s + (i - g) * BLOCK, block * BLOCK);
-  }
+  };
 
   Stats<T> stats[ROWS];
-  T sigma[ROWS];
-  int64_t total = 0;
-  for (int64_t i = 0; i < tile.n; i++) {
-    const Row<T>& row = scratch.row[i];
-    pad(row.score, row.index, row.n);
-  }
-  if constexpr (K >= POWER_1)
-    if (A.rule == UNIT_MASS) unit_mass<K, T>(scratch.row, tile.n, sigma);
-  for (int64_t i = 0; i < tile.n; i++) {
-    stats[i] = finish<K, T>(A, scratch.row[i], sigma[i]);
-    total += scratch.row[i].n;
+  auto support = [&] {
+    T sigma[ROWS];
+    int64_t total = 0;
+    for (int64_t i = 0; i < tile.n; i++) {
+      const Row<T>& row = scratch.row[i];
+      pad(row.score, row.index, row.n);
+    }
+    if constexpr (K >= POWER_1)
+      if (A.rule == UNIT_MASS) unit_mass<K, T>(scratch.row, tile.n, sigma);
+    for (int64_t i = 0; i < tile.n; i++) {
+      stats[i] = finish<K, T>(A, scratch.row[i], sigma[i]);
+      total += scratch.row[i].n;
+    }
+    return total;
+  };
+  auto is_sparse = [&](int64_t total) {
+    return total <= DENSE_BACKWARD * tile.span && total <= A.per_row * tile.n;
+  };
+
+  if (!found) by_products();
+  int64_t total = support();
+  if (found && A.stats && !is_sparse(total)) {
+    // Backward will compute these scores again, as products: they must be the same to the bit.
+    start_rows<K>(P, tile, scratch);
+    by_products();
+    total = support();
   }
   if (A.stats) {
-    const bool sparse = total <= DENSE_BACKWARD * tile.span && total <= A.per_row * tile.n;
+    const bool sparse = is_sparse(total);
     int64_t offset = sparse ? __atomic_fetch_add(P.used, total, __ATOMIC_RELAXED) : -1;
     A.where[tile.row0] = offset;
     for (int64_t i = 0; i < tile.n; i++) {
@@ -529,7 +552,7 @@ void forward_head(const void* data, int64_t number, char* memory) {
   Pieces pieces = {memory};
   ForwardScratch<T> scratch(pieces, A, P.list_stride, tiles_of(A.S, BLOCK) * BLOCK);
   const int64_t hk = number % A.Hk, b = number / A.Hk, group = A.H / A.Hk;
-  const bool screened = screens<K, T>(A);
+  const bool screened = screens<K, T>(A) && !P.direct;
   if constexpr (SCREENS && sizeof(T) == 4)
     if (screened) code_keys(P.at_key(A.k, b, hk, 0), A.k.i, P.keys(b), A.E, scratch.codes, scratch.bounds);
   for (int64_t h = hk * group; h < (hk + 1) * group; h++)
@@ -548,6 +571,8 @@ T* allocate(int64_t n) {
 // Odd multiples of a cache line, so that the rows of a tile do not fight for the same sets.
 INLINE int64_t list_stride_of(int64_t S) { return tiles_of(S, BLOCK) * BLOCK + BLOCK + 16; }
 
+constexpr int64_t DIRECT = 4;
+
 // Whether one thread for each key head keeps all threads busy.
 INLINE bool heads_suffice(const Args& A) {
   const int64_t heads = A.B * A.Hk, rounds = tiles_of(heads, larger(1, A.threads));
@@ -560,20 +585,25 @@ int32_t forward_kind(const Args& A) {
   P.list_stride = list_stride_of(A.S);
   int64_t used = 0;
   P.used = &used;
+  // Not where backward may have to find the same scores again, to the bit.
+  P.direct = A.T <= DIRECT && !A.stats;
   Pieces pieces = {nullptr};
   if (heads_suffice(A)) {
     ForwardScratch<T> measure(pieces, A, P.list_stride, tiles_of(A.S, BLOCK) * BLOCK);
     return run(A, {forward_head<K, T>, &P, A.B * A.Hk, pieces.used});
   }
   ForwardScratch<T> measure(pieces, A, P.list_stride, 0);
-  P.keys_packed = allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
-  int32_t failed = !P.keys_packed;
-  if (screens<K, T>(A)) {
-    P.codes = allocate<uint8_t>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
-    P.bounds = allocate<Bound>(A.Hk * P.blocks_per_head());
-    failed |= !P.codes || !P.bounds;
+  int32_t failed = 0;
+  if (!P.direct) {
+    P.keys_packed = allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
+    failed = !P.keys_packed;
+    if (screens<K, T>(A)) {
+      P.codes = allocate<uint8_t>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
+      P.bounds = allocate<Bound>(A.Hk * P.blocks_per_head());
+      failed |= !P.codes || !P.bounds;
+    }
+    failed = failed || pack_keys(P, A.k, A.E, P.keys_packed, P.codes);
   }
-  failed = failed || pack_keys(P, A.k, A.E, P.keys_packed, P.codes);
   if (!failed) failed = run(A, {forward_item<K, T>, &P, A.B * A.H * tiles_of(A.T, ROWS), pieces.used});
   free(P.keys_packed);
   free(P.codes);
