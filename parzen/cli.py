@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import parzen
 from parzen.kernels import KERNELS, Exp, kernel
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     top = Parser(prog="parzen", description="Sparse attention as compact kernel regression.")
     top.add_argument("--version", action="version", version=f"parzen {parzen.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_kernels, _add_demo, _add_data, _add_bench, _add_info):
+    for add in COMMANDS:
         add(commands)
     return top
 
@@ -137,8 +137,97 @@ def _add_demo(commands: Commands[Parser]) -> None:
 
 def _demo(arguments: argparse.Namespace) -> int:
     demo = import_module("parzen.lab.demo")
-    options = {name: value for name, value in vars(arguments).items() if name != "run" and value is not None}
-    return int(demo.run(demo.DemoConfig(**options)))
+    return int(demo.run(demo.DemoConfig(**_given(arguments))))
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def _add_compare(commands: Commands[Parser]) -> None:
+    command = _command(
+        commands, "compare", _compare, "train every kernel × depth × seed on the same batches of stories"
+    )
+    command.add_argument("task", choices=("stories",), help="what is learned")
+    command.add_argument("--kernels", type=_kernel_names, metavar="A,B", help="default: eight of the table")
+    command.add_argument("--layers", type=_whole(1), nargs="+", metavar="L", help="default: 1")
+    command.add_argument("--seeds", type=_whole(0), nargs="+", metavar="S", help="default: 0")
+    _add_training(command)
+
+
+def _add_train(commands: Commands[Parser]) -> None:
+    command = _command(commands, "train", _compare, "train one Memory Mosaic on stories, or go on with it")
+    command.add_argument("task", choices=("stories",), help="what is learned")
+    command.add_argument("--kernel", dest="kernels", type=_kernel_names, metavar="A", default=("gaussian",))
+    command.add_argument("--layers", type=_whole(1), nargs=1, metavar="L", help="default: 1")
+    command.add_argument("--seed", dest="seeds", type=_whole(0), nargs=1, metavar="S", help="default: 0")
+    _add_training(command)
+
+
+def _add_training(command: Parser) -> None:
+    command.add_argument("--data", type=Path, metavar="PATH", help="stories (default: the built-in ones)")
+    command.add_argument("--valid", type=Path, metavar="PATH", help="validation stories (default: last 6 %%)")
+    command.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="vocab.json and merges.txt in a folder"
+    )
+    command.add_argument(
+        "--runs", type=Path, metavar="DIR", help="folder of run folders (default: runs/stories)"
+    )
+    amount = command.add_mutually_exclusive_group()
+    amount.add_argument("--tokens", type=_whole(1), help="training tokens of each run (default: 2200000)")
+    amount.add_argument("--minutes", type=_positive, help="about how long all take, once turned into tokens")
+    for name in ("width", "heads", "slots", "vocab", "context", "batch", "accumulate"):
+        command.add_argument(f"--{name}", type=_whole(1))
+    for name in ("lr", "norm-lr", "scalar-lr"):
+        command.add_argument(f"--{name}", type=_positive)
+    command.add_argument("--dropout", type=float)
+    command.add_argument("--precision", choices=("float32", "bf16"))
+    command.add_argument("--device", help="cpu (default), cuda, …")
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    compare = import_module("parzen.lab.compare")
+    return int(compare.run(compare.Comparison(**_given(arguments, "task"))))
+
+
+def _given(arguments: argparse.Namespace, *apart: str) -> dict[str, Any]:
+    """The options that were given; the others keep the defaults of the config."""
+    return {k: v for k, v in vars(arguments).items() if v is not None and k not in ("run", *apart)}
+
+
+def _add_evaluate(commands: Commands[Parser]) -> None:
+    command = _command(commands, "evaluate", _evaluate, "say what a trained run achieves and its kernel does")
+    command.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
+    command.add_argument("--valid", type=Path, metavar="PATH", help="another text (default: the run's own)")
+    command.add_argument("--to", type=Path, metavar="FILE", help="save everything as JSON")
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    compare = import_module("parzen.lab.compare")
+    return int(compare.evaluate_run(arguments.folder, arguments.valid, arguments.to))
+
+
+def _add_generate(commands: Commands[Parser]) -> None:
+    command = _command(commands, "generate", _generate, "write on from a prompt with a trained run")
+    command.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
+    command.add_argument("--prompt", default="Once upon a time", help="how it begins")
+    command.add_argument("--tokens", type=_whole(1), default=100, help="at most (default: 100)")
+    command.add_argument("--temperature", type=_positive, default=0.8, help="default: 0.8")
+    command.add_argument("--top-k", type=_whole(1), help="draw among the k most likely tokens only")
+    command.add_argument("--seed", type=_whole(0), default=0, help="default: 0")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    compare = import_module("parzen.lab.compare")
+    return int(
+        compare.generate_from(
+            arguments.folder,
+            arguments.prompt,
+            arguments.tokens,
+            arguments.temperature,
+            arguments.top_k,
+            arguments.seed,
+        )
+    )
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -195,6 +284,18 @@ def _info(arguments: argparse.Namespace) -> int:
         print(f"{name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
     return 0
 
+
+COMMANDS = (
+    _add_kernels,
+    _add_demo,
+    _add_train,
+    _add_compare,
+    _add_evaluate,
+    _add_generate,
+    _add_data,
+    _add_bench,
+    _add_info,
+)
 
 # ---- arguments -----------------------------------------------------------------------------------
 

@@ -263,7 +263,7 @@ def test_share_of_keys_counts_the_allowed_ones():
     def share(kernel):
         torch.manual_seed(0)
         config = MosaicConfig(12, 2, 2, 8, 3, kernel, dropout=0.5)
-        return evaluate.share_of_keys(Mosaic(config), tokens, batch=2)
+        return evaluate.kernel_use(Mosaic(config), tokens, batch=2)["share_of_keys"]
 
     assert share("gaussian") == 1
     # Query t of 1 … 11 has t keys: min(t, 3) of them are used, no two tokens being the same.

@@ -212,7 +212,7 @@ def _train(
     result.loss = evaluate.loss(model, (inputs, targets))
     result.curve[-1] = (result.tokens, result.loss)
     # The last window is padded.
-    result.share = evaluate.share_of_keys(model, inputs[spread[: max(1, len(spread) - 1)]])
+    result.share = evaluate.kernel_use(model, inputs[spread[: max(1, len(spread) - 1)]])["share_of_keys"]
     progress.mark(f"valid {result.loss:.3f}, {result.share:.1%} of keys used, {result.speed:,.0f} tokens/s")
 
 

@@ -1,0 +1,351 @@
+"""``parzen train`` and ``parzen compare``: runs on stories that see the same batches, one after the other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from parzen.kernels import kernel, spell
+from parzen.lab import console, evaluate
+from parzen.lab.config import RunConfig
+from parzen.lab.errors import UserError
+from parzen.lab.files import write_whole
+from parzen.lab.language import Language
+from parzen.lab.runs import Run, read_json, to_bytes
+from parzen.lab.tasks.ngrams import Bigram
+from parzen.lab.tasks.stories import (
+    END,
+    Stories,
+    StoriesConfig,
+    load_stories,
+    open_text,
+    read_tokenizer,
+    token_stream,
+)
+from parzen.lab.train import Keeper, Progress, TrainConfig, load_weights, train
+from parzen.models.generate import generate
+from parzen.models.mosaic import Mosaic, MosaicConfig
+
+EIGHT = (
+    "gaussian",
+    "epanechnikov",
+    "biweight",
+    "triweight",
+    "normrelu",
+    "relumax",
+    "knn_uniform",
+    "knn_gaussian",
+)
+# How many validation windows show what the kernel does, and how many words the attention map has.
+USE_WINDOWS, MAP_TOKENS = 32, 24
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Every kernel × depth × seed on the same text, batches and number of tokens.
+
+    Attributes:
+        data, valid, tokenizer: as in ``load_stories``.
+        runs: the folder that holds the run folders.
+        kernels, layers, seeds: what differs.
+        tokens: training tokens of each run (rounded up to whole steps).
+        minutes: instead: about how long all runs take together, turned once into a common number of tokens.
+        width, heads, slots, vocab, context, dropout: of every model.
+        batch, accumulate, lr, norm_lr, scalar_lr, precision: of training (see ``TrainConfig``).
+        curve: how often the validation loss is taken.
+        device: where it runs.
+    """
+
+    data: Path | None = None
+    valid: Path | None = None
+    tokenizer: Path | None = None
+    runs: Path = Path("runs/stories")
+    kernels: Sequence[str] = EIGHT
+    layers: Sequence[int] = (1,)
+    seeds: Sequence[int] = (0,)
+    tokens: int = 2_200_000
+    minutes: float | None = None
+    width: int = 128
+    heads: int = 4
+    slots: int = 448
+    vocab: int = 2048
+    context: int = 256
+    dropout: float = 0.0
+    batch: int = 8
+    accumulate: int = 1
+    lr: float = 1e-2
+    norm_lr: float = 30.0
+    scalar_lr: float = 0.1
+    precision: str = "float32"
+    curve: int = 20
+    device: str = "cpu"
+
+
+def run(comparison: Comparison) -> int:
+    """Trains what is not finished yet, prints the table; the exit status: 1 if a run failed.
+
+    Raises:
+        UserError: files that cannot be used, or nothing can be written.
+    """
+    stories = load_stories(
+        comparison.data,
+        comparison.valid,
+        vocab=comparison.vocab,
+        tokenizer=comparison.tokenizer,
+        context=comparison.context,
+        most=None,
+        say=print,
+    )
+    tokens = _tokens(comparison, stories)
+    configs = plan(comparison, stories, tokens)
+    runs = [Run.create(comparison.runs, config) for config in configs]
+    todo = [r for r in runs if not r.finished]
+    print(
+        f"{len(runs)} runs of {tokens:,} tokens, {len(runs) - len(todo)} of them done; in {comparison.runs}"
+    )
+    task = Language(stories, comparison.context)
+    unigram, bigram = Bigram(stories.train, stories.vocab).losses(stories.valid)
+    baselines = {"unigram": unigram, "bigram": bigram}
+    failed = []
+    with console.progress(
+        max(1, len(todo)), max((r.config.train.steps for r in todo), default=1)
+    ) as progress:
+        for r in todo:
+            try:
+                _finish(r, task, baselines, comparison, progress)
+            except UserError as error:
+                # The others still run; this one is reported at the end.
+                failed.append(f"{label(r.config)}: {error}")
+                write_whole(r.folder / "error.txt", f"{error}\n".encode())
+    _show(runs, baselines)
+    for line in failed:
+        print(f"failed: {line}")
+    return 1 if failed else 0
+
+
+def label(config: RunConfig) -> str:
+    """What tells this run from the others, for people."""
+    return f"{config.model.kernel}, {config.model.layers} layers, seed {config.seed}"
+
+
+def plan(comparison: Comparison, stories: Stories, tokens: int) -> list[RunConfig]:
+    """The configs of all runs, seed by seed, then depth by depth."""
+    steps = max(1, math.ceil(tokens / (comparison.batch * comparison.context)))
+    try:
+        schedule = TrainConfig(
+            steps,
+            comparison.batch,
+            comparison.accumulate,
+            lr=comparison.lr,
+            norm_lr=comparison.norm_lr,
+            scalar_lr=comparison.scalar_lr,
+            evaluate_every=max(1, round(steps / comparison.curve)),
+            precision=comparison.precision,
+        )
+        return [
+            RunConfig(stories.config, _mosaic(comparison, stories.vocab, name, layers), schedule, seed)
+            for seed, layers, name in itertools.product(
+                comparison.seeds, comparison.layers, comparison.kernels
+            )
+        ]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _mosaic(comparison: Comparison, vocab: int, name: str, layers: int) -> MosaicConfig:
+    return MosaicConfig(
+        vocab,
+        layers,
+        comparison.heads,
+        comparison.width,
+        comparison.slots,
+        spell(kernel(name)),
+        dropout=comparison.dropout,
+    )
+
+
+def _model(config: RunConfig) -> Mosaic:
+    torch.manual_seed(config.seed)
+    return Mosaic(config.model)
+
+
+def _tokens(comparison: Comparison, stories: Stories) -> int:
+    """``tokens``, or what ``minutes`` came to the first time."""
+    if comparison.minutes is None:
+        return comparison.tokens
+    kept = comparison.runs / "minutes.json"
+    if kept.exists():
+        return int(read_json(kept)["tokens"])
+    probe = plan(comparison, stories, 6 * comparison.batch * comparison.context)
+    inputs, targets = stories.windows(comparison.context)
+    a_step = evaluations = 0.0
+    began = time.perf_counter()
+    for config in probe:
+        clock = [0.0]
+        task = Language(stories, comparison.context, (inputs[:1], targets[:1]))
+        model = _model(config)
+        train(
+            model, task, config.train, config.seed, Keeper(),
+            device=comparison.device, report=partial(_tick, clock),
+        )  # fmt: skip
+        start = time.perf_counter()
+        evaluate.loss(model, (inputs[:16], targets[:16]))
+        evaluations += (time.perf_counter() - start) / min(16, len(inputs)) * len(inputs) * comparison.curve
+        a_step += median(b - a for a, b in itertools.pairwise(clock))
+    left = 60 * comparison.minutes - evaluations - (time.perf_counter() - began)
+    tokens = max(1, int(left / a_step)) * comparison.batch * comparison.context
+    write_whole(kept, to_bytes({"minutes": comparison.minutes, "tokens": tokens}))
+    return tokens
+
+
+def _tick(clock: list[float], now: Progress) -> None:
+    clock.append(now.seconds)
+
+
+def _finish(
+    r: Run, task: Language, baselines: dict[str, float], comparison: Comparison, progress: console.Progress
+) -> None:
+    """Trains a run to its end and writes its results."""
+    progress.part(label(r.config))
+    stories = task.stories
+    files = {"data": comparison.data, "valid": comparison.valid}
+    write_whole(r.folder / "tokenizer.json", stories.tokenizer.to_str().encode())
+    write_whole(
+        r.folder / "text.json",
+        to_bytes({**{k: str(v.resolve()) if v else None for k, v in files.items()}, **stories.hashes}),
+    )
+    model = _model(r.config)
+
+    def report(now: Progress) -> None:
+        status = f"train {now.loss:.3f}, {now.tokens / now.seconds:,.0f} tokens/s"
+        progress.step(status)
+        if now.valid is not None:
+            progress.mark(f"valid {now.valid:.3f}, {status}")
+
+    train(model, task, r.config.train, r.config.seed, r, device=comparison.device, report=report)
+    model.cpu()
+    r.finish(results(model, task.windows, stories.tokenizer, r.config) | {"baselines": baselines})
+
+
+def results(
+    model: nn.Module, windows: evaluate.Windows, tokenizer: Tokenizer, config: RunConfig
+) -> dict[str, Any]:
+    """Everything that a report says of a trained model: losses, what the kernel does, one attention map."""
+    total, counted = evaluate.loss_by_position(model, windows)
+    value = float(total.sum() / counted.sum())
+    # The last window is padded.
+    whole = windows[0][: max(1, len(windows[0]) - 1)]
+    spread = torch.linspace(0, len(whole) - 1, min(USE_WINDOWS, len(whole))).long()
+    sentence = whole[0][:MAP_TOKENS]
+    return {
+        "loss": value,
+        "perplexity": math.exp(value),
+        "tokens": config.train.steps * config.train.batch * config.task.context,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "loss_by_position": (total / counted.clamp_min(1)).tolist(),
+        **evaluate.kernel_use(model, whole[spread]),
+        "attention": {
+            "words": [tokenizer.decode([i], skip_special_tokens=False) for i in sentence.tolist()],
+            "layers": evaluate.attention_map(model, sentence),
+        },
+    }
+
+
+HEADERS = ("kernel", "layers", "seed", "validation loss", "keys with weight", "tokens")
+
+
+def _show(runs: Sequence[Run], baselines: dict[str, float]) -> None:
+    rows = [(name, "—", "—", f"{loss:.3f}", "—", "—") for name, loss in baselines.items()]
+    for r in runs:
+        model = r.config.model
+        head = (model.kernel, str(model.layers), str(r.config.seed))
+        if r.finished:
+            got = r.results()
+            rows.append((*head, f"{got['loss']:.3f}", f"{got['share_of_keys']:.1%}", f"{got['tokens']:,}"))
+        else:
+            rows.append((*head, "—", "—", "not finished"))
+    print()
+    console.show_table(HEADERS, rows)
+
+
+# ---- one run, afterwards -------------------------------------------------------------------------
+
+
+def open_model(folder: Path) -> tuple[Run, Mosaic, Tokenizer]:
+    """The run in ``folder`` with its best weights and its tokeniser.
+
+    Raises:
+        UserError: no such run, or it has no checkpoint yet.
+    """
+    r = Run.open(folder)
+    saved = r.load("best")
+    if saved is None:
+        raise UserError(f"{folder} has no best.safetensors yet: train it for longer")
+    model = _model(r.config)
+    load_weights(model, saved[0])
+    return r, model.eval(), read_tokenizer(folder / "tokenizer.json")
+
+
+def evaluate_run(folder: Path, valid: Path | None, to: Path | None) -> int:
+    """Prints what ``results`` says of the best weights, on the run's own validation text or another."""
+    r, model, tokenizer = open_model(folder)
+    assert isinstance(r.config.task, StoriesConfig)
+    text = read_json(folder / "text.json")
+    if valid is None and text["valid"] is None:
+        stories = load_stories(
+            Path(text["data"]) if text["data"] else None,
+            tokenizer=folder / "tokenizer.json",
+            context=r.config.task.context,
+            most=None,
+        )
+        if stories.config.valid != r.config.task.valid:
+            raise UserError(
+                f"{text['data']} has changed since {folder} was trained; give a text with --valid"
+            )
+        stream = stories.valid
+    else:
+        path = valid or Path(text["valid"])
+        stream, _ = token_stream(open_text(path, held_out=True), tokenizer, lead=True)
+    windows = Stories(tokenizer, stream, stream, "").windows(r.config.task.context)
+    got = results(model, windows, tokenizer, r.config)
+    if to is not None:
+        write_whole(to, to_bytes(got))
+    console.show_table(
+        ("", label(r.config)),
+        [
+            ("loss (nats a token)", f"{got['loss']:.4f}"),
+            ("perplexity", f"{got['perplexity']:.2f}"),
+            ("keys with weight", f"{got['share_of_keys']:.1%}"),
+            *((f"support, layer {i + 1}", _list(x)) for i, x in enumerate(got["support"])),
+            *((f"bandwidth H, layer {i + 1}", _list(x)) for i, x in enumerate(got["bandwidth"])),
+            *((f"entropy, layer {i + 1}", _list(x)) for i, x in enumerate(got["entropy"])),
+        ],
+    )
+    return 0
+
+
+def _list(values: Sequence[float | None]) -> str:
+    return "  ".join("∞" if x is None else f"{x:.2f}" for x in values)
+
+
+def generate_from(
+    folder: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int
+) -> int:
+    """Prints ``prompt`` and what the run's best weights write after it."""
+    _, model, tokenizer = open_model(folder)
+    ids = tokenizer.encode(prompt or END).ids
+    generator = torch.Generator().manual_seed(seed)
+    written = generate(model, torch.tensor([ids]), tokens, temperature, top_k, generator)
+    print(prompt + tokenizer.decode(written[0].tolist(), skip_special_tokens=False).split(END)[0])
+    return 0

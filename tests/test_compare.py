@@ -1,0 +1,176 @@
+"""Runs on stories from the command line: the same batches, gone on with, evaluated, written on from."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from parzen.attention import attention_weights
+from parzen.cli import main
+from parzen.lab import compare, evaluate
+from parzen.lab.runs import find_runs
+from parzen.lab.tasks.stories import generated_stories
+from parzen.models.mosaic import ContextualMemory, Mosaic, MosaicConfig
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "stories.jsonl"
+    path.write_text("".join(json.dumps(story) + "\n" for story in generated_stories(0, 40_000)))
+    return path
+
+
+SMALL = [
+    *("--width", "16", "--heads", "2", "--slots", "8", "--vocab", "300", "--context", "16"),
+    *("--batch", "2", "--tokens", "160"),
+]
+
+
+def command(text, runs, *more):
+    return ["compare", "stories", "--data", str(text), "--runs", str(runs), *SMALL, *more]
+
+
+@pytest.fixture(scope="module")
+def done(text, tmp_path_factory):
+    runs = tmp_path_factory.mktemp("runs")
+    assert main(command(text, runs, "--kernels", "gaussian,relumax?margin=2", "--seeds", "0", "1")) == 0
+    return runs
+
+
+def test_every_kernel_and_seed_has_a_finished_run(done):
+    runs = find_runs([done])
+    assert sorted((r.config.model.kernel, r.config.seed) for r in runs) == [
+        ("gaussian", 0),
+        ("gaussian", 1),
+        ("relumax?margin=2", 0),
+        ("relumax?margin=2", 1),
+    ]
+    for r in runs:
+        got = r.results()
+        assert got["tokens"] == 160
+        assert got["perplexity"] == pytest.approx(math.exp(got["loss"]))
+        assert got["loss"] == pytest.approx(r.metrics()[-1]["loss"], rel=1e-6)
+        assert len(got["loss_by_position"]) == 16
+        assert len(got["support_by_position"]) == 15
+        assert [len(row) for row in got["support"]] == [2]
+        assert len(got["attention"]["words"]) == len(got["attention"]["layers"][0][0]) == 16
+        gaussian = r.config.model.kernel == "gaussian"
+        assert (got["share_of_keys"] == 1) == gaussian
+        assert all((h is None) == gaussian for row in got["bandwidth"] for h in row)
+        assert set(got["baselines"]) == {"unigram", "bigram"}
+
+
+def test_finished_runs_are_not_done_again(done, text, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "train", None)
+    assert main(command(text, done, "--kernels", "gaussian,relumax?margin=2", "--seeds", "0", "1")) == 0
+    out = capsys.readouterr().out
+    assert "4 runs of 160 tokens, 4 of them done" in out
+    assert out.count("relumax?margin=2") == 2
+
+
+def test_a_run_that_fails_does_not_stop_the_others(text, tmp_path, capsys, monkeypatch):
+    real = compare._model
+
+    def broken(config):
+        model = real(config)
+        if config.model.kernel == "gaussian":
+            model.norm.weight.data.fill_(torch.nan)
+        return model
+
+    monkeypatch.setattr(compare, "_model", broken)
+    assert main(command(text, tmp_path, "--kernels", "gaussian,biweight")) == 1
+    out = capsys.readouterr().out
+    assert "failed: gaussian, 1 layers, seed 0: the loss became nan at step 1" in out
+    assert [r.config.model.kernel for r in find_runs([tmp_path]) if r.finished] == ["biweight"]
+
+
+def test_minutes_become_tokens_once(text, tmp_path, capsys):
+    arguments = command(text, tmp_path, "--kernels", "gaussian,biweight")
+    at = arguments.index("--tokens")
+    arguments[at : at + 2] = ["--minutes", "0.01"]
+    assert main(arguments) == 0
+    tokens = json.loads((tmp_path / "minutes.json").read_text())["tokens"]
+    assert tokens % 32 == 0
+    assert {r.results()["tokens"] for r in find_runs([tmp_path])} == {tokens}
+    assert main(arguments) == 0
+    assert "2 of them done" in capsys.readouterr().out
+
+
+def test_evaluate_says_the_same_as_the_end_of_training(done, tmp_path, capsys):
+    r = next(r for r in find_runs([done]) if r.config.model.kernel != "gaussian")
+    assert main(["evaluate", str(r.folder), "--to", str(tmp_path / "e.json")]) == 0
+    assert "bandwidth H, layer 1" in capsys.readouterr().out
+    got = json.loads((tmp_path / "e.json").read_text())
+    best = min(line["loss"] for line in r.metrics())
+    assert got["loss"] == pytest.approx(best, rel=1e-6)
+
+
+def test_evaluate_on_another_text(done, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("\n\n".join(generated_stories(5, 5_000)))
+    r = find_runs([done])[0]
+    assert main(["evaluate", str(r.folder), "--valid", str(other), "--to", str(tmp_path / "e.json")]) == 0
+    assert json.loads((tmp_path / "e.json").read_text())["loss"] > 0
+
+
+def test_generate_is_seeded(done, capsys):
+    folder = str(find_runs([done])[0].folder)
+    outs = []
+    for seed in ("1", "1", "2"):
+        assert main(["generate", folder, "--prompt", "Once", "--tokens", "12", "--seed", seed]) == 0
+        outs.append(capsys.readouterr().out)
+    assert outs[0].startswith("Once")
+    assert outs[0] == outs[1] != outs[2]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["evaluate", "{tmp}"], "is not the folder of a run"),
+        (["generate", "{tmp}/nowhere"], "is not the folder of a run"),
+        (["train", "stories", "--data", "{tmp}/nothing.txt"], "nothing.txt"),
+        (["train", "stories", "--kernel", "sparsmax"], "unknown kernel"),
+        (
+            ["train", "stories", "--data", "{text}", "--heads", "3", "--width", "16", "--tokens", "10"],
+            "heads must divide width",
+        ),
+        (["train", "stories", "--data", "{text}", "--dropout", "2", "--tokens", "10"], "dropout must be in"),
+        (["compare", "stories", "--tokens", "5", "--minutes", "1"], "not allowed with"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(argv, words, text, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([a.format(tmp=tmp_path, text=text) for a in argv]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.startswith("parzen: error: ")
+    assert err.count("\n") == 1
+
+
+def test_kernel_use_against_the_weights_themselves():
+    torch.manual_seed(0)
+    model = Mosaic(MosaicConfig(vocab=11, layers=2, heads=2, width=16, slots=4, kernel="biweight")).eval()
+    tokens = torch.randint(0, 11, (5, 9))
+    got = evaluate.kernel_use(model, tokens, batch=2)
+    x = model.embedding(tokens)
+    block = model.blocks[0]
+    assert isinstance(block.mixer, ContextualMemory)
+    query, key, scale = block.mixer.read(block.mixer_norm(x))
+    w = attention_weights(query, key, is_causal=True, scale=scale, kernel="biweight")
+    expected = (w.weights > 0).double().sum(-1).mean((0, 2))
+    torch.testing.assert_close(torch.tensor(got["support"][0], dtype=torch.float64), expected)
+    h = w.bandwidth.double().mean((0, 2))
+    torch.testing.assert_close(torch.tensor(got["bandwidth"][0], dtype=torch.float64), h, rtol=1e-6, atol=0)
+    entropy = -(w.weights * w.weights.clamp_min(1e-30).log()).sum(-1).double().mean((0, 2))
+    torch.testing.assert_close(
+        torch.tensor(got["entropy"][0], dtype=torch.float64), entropy, rtol=1e-5, atol=1e-6
+    )
+    rows = evaluate.attention_map(model, tokens[0])
+    torch.testing.assert_close(torch.tensor(rows[0])[:, 1:, :-1], w.weights[0], rtol=0, atol=1e-4)
+    assert not torch.tensor(rows[0])[:, 0].any()
