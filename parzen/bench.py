@@ -77,7 +77,7 @@ STANDARD = (
 )
 # The densities: from nearly every key to a handful.
 DENSITIES = tuple(Setting(1, 8, 2048, causal=False, scale=x) for x in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0))
-DENSE_KERNELS = (*KERNELS, "normrelu?radius=2", "exp?margin=4")
+DENSE_KERNELS = (*KERNELS, "normrelu?radius=2", "power?r=2&margin=4")
 
 
 def _tensors(setting: Setting) -> tuple[list[Tensor], Tensor]:
