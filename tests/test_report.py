@@ -1,23 +1,44 @@
 """The report and the ledger: read from run folders, the same bytes again, honest about what is not known."""
 
 import csv
-import dataclasses
 import io
 import json
 import math
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
+from parzen.kernels import kernel
 from parzen.lab.config import RunConfig
 from parzen.lab.errors import UserError
-from parzen.lab.report import group, latex, markdown, notes, page, report, summary, to_csv
+from parzen.lab.ledger import (
+    CLAIMS,
+    FAILS,
+    FORMULAS,
+    HOLDS,
+    LOSS,
+    MOSAICS,
+    NOT_RUN,
+    POLYNOMIALS,
+    TABLES,
+    UNSURE,
+    Place,
+    Results,
+    write,
+)
+from parzen.lab.report import SCRIPT, against, group, latex, markdown, notes, report, to_csv
 from parzen.lab.runs import Run, find_runs
+from parzen.lab.statistics import difference, mean
 from parzen.lab.tasks.stories import StoriesConfig
 from parzen.lab.train import TrainConfig
 from parzen.models.mosaic import MosaicConfig
 
+ROOT = Path(__file__).parent.parent
 WORDS = ["Once", " upon", "<script>alert(1)</script>", "$x_1$", "\n", "猫", "\ud800", "&amp;"]
 OFFSETS = {"gaussian": 0.0, "epanechnikov": -0.05, "biweight": -0.06, "knn_gaussian?k=4": -0.01}
 
@@ -62,10 +83,10 @@ def add_run(root, kernel="gaussian", layers=1, seed=0, offset=0.0, finished=True
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    for kernel, offset in OFFSETS.items():
+    for name, offset in OFFSETS.items():
         for layers in (1, 4):
             for seed in (0, 1) if layers == 1 else (0,):
-                add_run(root, kernel, layers, seed, offset + (0.003 * seed if kernel == "biweight" else 0))
+                add_run(root, name, layers, seed, offset + (0.003 * seed if name == "biweight" else 0))
     add_run(root, "triweight", 4, finished=False)
     return root
 
@@ -74,3 +95,451 @@ def folder(tmp_path_factory):
 def written(folder, tmp_path_factory):
     to = tmp_path_factory.mktemp("report")
     return {path.name: path for path in report(find_runs([folder]), to)}
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+def test_the_interval_of_a_mean_is_students():
+    estimate = mean([1.0, 2.0, 4.0])
+    low, high = stats.t.interval(0.95, 2, loc=7 / 3, scale=stats.sem([1.0, 2.0, 4.0]))
+    assert estimate.mean - estimate.half() == pytest.approx(low)
+    assert estimate.mean + estimate.half() == pytest.approx(high)
+    assert mean([5.0]).half() == math.inf
+    assert mean([5.0]).show() == "5.000"
+
+
+def test_a_difference_of_two_is_the_paired_test():
+    scores = {"a": {0: 1.0, 1: 2.5, 2: 2.0, 7: 9.0}, "b": {0: 0.5, 1: 1.0, 2: 1.2}}
+    estimate = difference(scores, "a", "b")
+    low, high = stats.ttest_rel([1.0, 2.5, 2.0], [0.5, 1.0, 1.2]).confidence_interval(0.95)
+    assert estimate.mean - estimate.half() == pytest.approx(low)
+    assert estimate.mean + estimate.half() == pytest.approx(high)
+    with pytest.raises(ValueError, match="no seed in common"):
+        difference({"a": {0: 1.0}, "b": {1: 1.0}}, "a", "b")
+
+
+def test_pooled_differences_cover_as_they_say():
+    """Two seeds, eight kernels: 95 % of the intervals hold the truth, at a fraction of the paired width."""
+    rng = np.random.default_rng(0)
+    hits, pooled_width, paired_width, trials = 0, 0.0, 0.0, 2000
+    for _ in range(trials):
+        noise = rng.normal(size=2) + rng.normal(size=(8, 2))
+        scores = {str(i): dict(enumerate(row + (i == 0))) for i, row in enumerate(noise)}
+        estimate = difference(scores, "0", "1")
+        assert estimate.freedom == 7
+        hits += abs(estimate.mean - 1) <= estimate.half()
+        pooled_width += estimate.half()
+        paired_width += difference(scores, "0", "1", pooled=False).half()
+    assert hits / trials == pytest.approx(0.95, abs=0.015)
+    assert pooled_width < 0.4 * paired_width
+
+
+# ---- groups and tables ---------------------------------------------------------------------------
+
+
+def test_runs_are_grouped_by_all_but_the_seed(folder):
+    groups = group(find_runs([folder]))
+    assert [(g.name, g.setting, len(g.runs)) for g in groups] == [
+        ("biweight", "1 layer", 2),
+        ("epanechnikov", "1 layer", 2),
+        ("knn_gaussian?k=4", "1 layer", 2),
+        ("gaussian", "1 layer", 2),
+        ("biweight", "4 layers", 1),
+        ("epanechnikov", "4 layers", 1),
+        ("knn_gaussian?k=4", "4 layers", 1),
+        ("gaussian", "4 layers", 1),
+        ("triweight", "4 layers", 1),
+    ]
+    assert [g.finished for g in groups] == [True] * 8 + [False]
+    # A folder that is named twice counts once.
+    assert group(find_runs([folder, folder])) == groups
+
+
+def test_other_settings_are_other_panels(tmp_path):
+    for steps in (4, 6):
+        for seed in (0, 1):
+            add_run(tmp_path, "gaussian", seed=seed, steps=steps)
+    groups = group(find_runs([tmp_path]))
+    assert sorted(g.setting for g in groups) == ["1 layer, steps = 4", "1 layer, steps = 6"]
+    assert [len(g.runs) for g in groups] == [2, 2]
+
+
+def test_different_token_counts_are_said_and_never_averaged(tmp_path):
+    add_run(tmp_path, seed=0)
+    shorter = add_run(tmp_path, seed=1)
+    lines = (shorter.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (shorter.folder / "metrics.jsonl").write_text("".join(lines[:8]))
+    groups = group(find_runs([tmp_path]))
+    assert sorted(g.name for g in groups) == ["gaussian (12,000 tokens)", "gaussian (8,000 tokens)"]
+    assert all(len(g.runs) == 1 for g in groups)
+    assert "1 layer: not all rows are trained on the same number of tokens." in notes(groups)
+
+
+def test_the_table_in_three_forms(folder):
+    groups = group(find_runs([folder]))
+    first = markdown(groups).splitlines()[2]
+    loss = groups[0].estimate("loss")
+    assert loss is not None
+    assert first.startswith(
+        f"| biweight | 1 layer | {loss.mean:.3f} ± {loss.half():.3f} | 10.5% ± 6.4% | −0.05"
+    )
+    assert "| triweight | 4 layers | — | — | — | unfinished | 1 |" in markdown(groups)
+    rows = list(csv.DictReader(io.StringIO(to_csv(groups))))
+    assert float(rows[0]["loss"]) == loss.mean
+    assert float(rows[0]["loss_interval"]) == loss.half()
+    one_seed = next(row for row in rows if row["setting"] == "4 layers")
+    assert (one_seed["loss_interval"], one_seed["seeds"], one_seed["finished"]) == ("", "1", "True")
+    assert (rows[-1]["loss"], rows[-1]["finished"]) == ("", "False")
+    assert r"knn\_gaussian?k=4 & 1 layer" in latex(groups)
+    assert r"10.5\% $\pm$ 6.4\%" in latex(groups)
+    assert any("one seed has no interval" in note for note in notes(groups))
+    assert "1 run is unfinished (dashed curves)." in notes(groups)
+
+
+def test_a_difference_cancels_what_the_seed_does_to_all(folder):
+    groups = {(g.name, g.layers): g for g in group(find_runs([folder]))}
+    one = groups["epanechnikov", 1]
+    estimate, loss = against(one, list(groups.values())), one.estimate("loss")
+    assert estimate is not None
+    assert loss is not None
+    assert estimate.mean == pytest.approx(-0.05)
+    assert estimate.half() < 0.1 * loss.half()
+    assert against(groups["gaussian", 1], list(groups.values())) is None
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def test_the_report_is_complete_and_the_same_again(folder, written, tmp_path):
+    names = {f"{name}.{form}" for name in ("loss", "support", "attention") for form in ("png", "svg")}
+    names |= {"table.md", "table.csv", "table.tex", "summary.json", "index.html"}
+    assert written.keys() == names
+    again = report(find_runs([folder]), tmp_path)
+    assert all(path.read_bytes() == written[path.name].read_bytes() for path in again)
+    assert written["index.html"].stat().st_size < 5_000_000
+
+
+class Reader(HTMLParser):
+    """Elements with their attributes, and the text outside scripts and styles."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.text, self.open, self.code = [], "", [], ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        while self.open and self.open.pop() != tag:
+            pass
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("script", "style"):
+            self.code += data
+        else:
+            self.text += data
+
+
+def test_the_page_asks_for_nothing_and_data_is_only_text(written):
+    read = Reader(written["index.html"].read_text(encoding="utf-8"))
+    for tag, attributes in read.elements:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            if name in ("src", "href", "xlink:href", "action", "data", "srcset", "poster"):
+                assert value.startswith(("#", "data:")), (tag, name, value)
+            if "url(" in (value or ""):
+                assert "url(#" in value, (tag, name, value)
+    assert "@import" not in read.code
+    assert "url(" not in read.code
+    tags = [tag for tag, _ in read.elements]
+    # The one script is ours; the words of the sentence and of the environment are text.
+    assert tags.count("script") == 1
+    assert "<script>alert" in read.text
+    assert "b" not in tags
+    assert "<b>x</b>" in read.text
+    assert "&amp;" in read.text
+    assert "$x_1$" in read.text
+    assert "/home/me" not in read.text
+    assert "parzen compare --data b.txt" in read.text
+    ids = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_the_page_can_be_read_anywhere(written):
+    read = Reader(written["index.html"].read_text(encoding="utf-8"))
+    assert any(a.get("name") == "viewport" for t, a in read.elements if t == "meta")
+    assert "prefers-color-scheme: dark" in read.code
+    headers, buttons = (sum(tag == name for tag, _ in read.elements) for name in ("th", "button"))
+    assert headers == buttons == 16
+    # Text takes the colour of the page.
+    drawn = [a for t, a in read.elements if t == "text"]
+    assert drawn
+    assert any("currentColor" in (a.get("style") or "") for a in drawn)
+    assert sum(tag == "svg" for tag, _ in read.elements) == 2 + 8 + 8
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
+def test_a_button_sorts_its_table():
+    """Numbers by value, what is no number last, either way: in a page of one column."""
+    cells = ["2.5 ± 9", "—", "−0.5", "+0.1", "1,000"]
+    code = f"""
+      const rows = {json.dumps(cells)}.map(t => ({{cells: [{{textContent: t}}]}}));
+      const body = {{rows, append: (...sorted) => {{ body.rows = sorted; }}}};
+      const head = {{cellIndex: 0, closest: () => ({{tBodies: [body]}}), get parentElement() {{
+        return {{children: [head]}}; }}, getAttribute: n => head[n],
+        setAttribute: (n, v) => {{ head[n] = v; }},
+        removeAttribute: n => {{ delete head[n]; }}}};
+      const button = {{parentElement: head, addEventListener: (_, f) => {{ button.click = f; }}}};
+      const document = {{querySelectorAll: () => [button]}};
+      {SCRIPT}
+      for (const _ of [1, 2]) {{
+        button.click();
+        console.log(JSON.stringify([head["aria-sort"], body.rows.map(r => r.cells[0].textContent)]));
+      }}"""
+    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
+    up, down = map(json.loads, done.stdout.splitlines())
+    assert up == ["ascending", ["−0.5", "+0.1", "2.5 ± 9", "1,000", "—"]]
+    assert down == ["descending", ["1,000", "2.5 ± 9", "+0.1", "−0.5", "—"]]
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        {},
+        {"loss": math.nan, "support": [[None]], "attention": {"words": ["a"], "layers": []}},
+        {"loss": "low", "support": 3, "attention": {"words": [], "layers": [[[]]]}, "share_of_keys": None},
+        {"loss": 2.0, "support": [[1.0], [2.0, 3.0]], "attention": [1]},
+    ],
+)
+def test_results_that_lack_much_are_dashes(tmp_path, results):
+    add_run(tmp_path / "runs", results=results)
+    written = report(find_runs([tmp_path / "runs"]), tmp_path / "to")
+    loss = "2.000" if results.get("loss") == 2.0 else "—"
+    assert f"| gaussian | 1 layer | {loss} | — | — | 12,000 | 1 |" in markdown(group(find_runs([tmp_path])))
+    assert "attention.png" not in {path.name for path in written}
+
+
+def test_nothing_is_finished(tmp_path):
+    add_run(tmp_path / "runs", finished=False)
+    add_run(tmp_path / "runs", "biweight", finished=False, steps=2)
+    names = {path.name for path in report(find_runs([tmp_path / "runs"]), tmp_path / "to")}
+    assert {"index.html", "loss.png"} <= names
+    assert "support.png" not in names
+    assert json.loads((tmp_path / "to" / "summary.json").read_text()) == {"groups": []}
+    assert notes(group(find_runs([tmp_path])))[0] == "No run is finished: there are curves only."
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("results.json", "[1]"), ("results.json", "{"), ("metrics.jsonl", '{"step": 1}\n')]
+)
+def test_a_damaged_run_is_named(tmp_path, file, text):
+    run = add_run(tmp_path)
+    (run.folder / file).write_text(text)
+    with pytest.raises(UserError, match=f"{file} is damaged"):
+        report(find_runs([tmp_path]), tmp_path / "to")
+
+
+# ---- the ledger ----------------------------------------------------------------------------------
+
+
+def summarised(tmp_path, losses, layers=8, folder="stories", curve=()):
+    """Results of stories at one depth: ``losses[kernel]`` is a list, a seed each."""
+    groups = [
+        {
+            "name": name,
+            "layers": layers,
+            "config": {"task": {"kind": "stories"}, "model": {"layers": layers, "kernel": name}},
+            "tokens": 10,
+            "runs": [
+                {"run": "x", "seed": seed, "metrics": {"loss": loss}, "curve": [[1, 3.0], *curve, [2, loss]]}
+                for seed, loss in enumerate(values)
+            ],
+        }
+        for name, values in losses.items()
+    ]
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    (tmp_path / folder / "summary.json").write_text(json.dumps({"groups": groups}))
+    return Results(tmp_path)
+
+
+def verdict(results, row):
+    return next(claim for claim in CLAIMS if claim.id == row).decide(results)
+
+
+BASE = dict.fromkeys(MOSAICS, 2.0) | dict.fromkeys(POLYNOMIALS, 1.9) | {"normrelu": 2.1, "relumax": 1.93}
+
+
+def losses(noise=0.002, seeds=2, **changes):
+    rng = np.random.default_rng(1)
+    values = BASE | changes
+    return {
+        name: [loss + 0.1 * s + noise * rng.normal() for s in range(seeds)] for name, loss in values.items()
+    }
+
+
+def test_intervals_decide(tmp_path):
+    rows = {
+        "compact-over-gaussian": HOLDS,
+        "compact-over-nearest": HOLDS,
+        "along": HOLDS,
+        "unit-mass-over-normrelu": HOLDS,
+        "relumax-over-normrelu": HOLDS,
+        "relumax-slightly-behind": HOLDS,
+        "nearest-competitive": HOLDS,
+        # No curve rises, so none rises more.
+        "nearest-unstable": FAILS,
+    }
+    results = summarised(tmp_path, losses())
+    assert {key: verdict(results, f"figure2/small/8/{key}").verdict for key in rows} == rows
+    assert verdict(results, "figure2/small/8/compact-over-gaussian").result.startswith(
+        ("epanechnikov over gaussian: 0.1", "biweight over gaussian: 0.", "triweight over gaussian: 0.")
+    )
+    worse = summarised(tmp_path, losses(triweight=2.2))
+    assert verdict(worse, "figure2/small/8/compact-over-gaussian").verdict == FAILS
+    assert verdict(worse, "figure2/small/8/relumax-slightly-behind").verdict == FAILS
+    noisy = summarised(tmp_path, losses(noise=0.3))
+    assert verdict(noisy, "figure2/small/8/compact-over-gaussian").verdict == UNSURE
+
+
+def test_one_seed_cannot_tell(tmp_path):
+    outcome = verdict(summarised(tmp_path, losses(seeds=1)), "figure2/small/8/compact-over-gaussian")
+    assert outcome.verdict == UNSURE
+    assert outcome.result.endswith("(one seed)")
+
+
+def test_what_was_not_run_is_said_and_scales_are_apart(tmp_path):
+    results = summarised(tmp_path, {name: values for name, values in losses().items() if name != "triweight"})
+    assert verdict(results, "figure2/small/8/compact-over-gaussian").verdict == NOT_RUN
+    assert verdict(results, "figure2/small/8/relumax-over-normrelu").verdict == HOLDS
+    for row in ("figure2/small/4/relumax-over-normrelu", "figure2/paper/8/relumax-over-normrelu"):
+        assert verdict(results, row).verdict == NOT_RUN
+
+
+def test_alike_needs_narrow_intervals(tmp_path):
+    same = dict.fromkeys(MOSAICS, 2.0) | {"normrelu": 2.1, "knn_uniform": 2.1}
+    row = "figure2/paper/12/alike"
+    place = {"layers": 12, "folder": "paper/stories"}
+    assert verdict(summarised(tmp_path, losses(**same), **place), row).verdict == HOLDS
+    assert verdict(summarised(tmp_path, losses(noise=0.1, **same), **place), row).verdict == UNSURE
+    assert verdict(summarised(tmp_path, losses(**same | {"biweight": 1.9}), **place), row).verdict == FAILS
+
+
+def test_the_gap_between_depths(tmp_path):
+    summarised(tmp_path, losses(), folder="paper/stories/8")
+    for lead, expected in ((0.02, HOLDS), (0.3, FAILS)):
+        changes = dict.fromkeys(POLYNOMIALS, 2.0 - lead)
+        results = summarised(tmp_path, losses(**changes), 12, "paper/stories/12")
+        assert verdict(results, "figure2/paper/12/gap-narrows").verdict == expected
+
+
+def test_rises_of_the_curve_count(tmp_path):
+    calm, rough = summarised(tmp_path, losses(), curve=[[1, 2.5]]), tmp_path / "stories" / "summary.json"
+    assert calm.groups
+    data = json.loads(rough.read_text())
+    for one in data["groups"]:
+        if one["name"] == "knn_gaussian":
+            for run in one["runs"]:
+                run["curve"].insert(2, [1.5, 2.8])
+    rough.write_text(json.dumps(data))
+    assert verdict(Results(tmp_path), "figure2/small/8/nearest-unstable").verdict == HOLDS
+
+
+def test_other_settings_are_not_compared(tmp_path):
+    """The larger setting decides; a run of another one is shown only where there is nothing else."""
+    summarised(tmp_path, losses())
+    path = tmp_path / "stories" / "summary.json"
+    data = json.loads(path.read_text())
+    for name in ("gaussian", "retnet"):
+        other = json.loads(json.dumps(data["groups"][0])) | {"name": name}
+        other["config"]["train"] = {"lr": 1.0, "name": name}
+        other["runs"][0]["metrics"]["loss"] = 0.5
+        data["groups"].append(other)
+    path.write_text(json.dumps(data))
+    results = Results(tmp_path)
+    assert verdict(results, "figure2/small/8/compact-over-gaussian").verdict == HOLDS
+    place = Place("8 layers", "stories", (("model.layers", 8),))
+    own, foreign = (results.estimate(place, LOSS, name) for name in ("gaussian", "retnet"))
+    assert own is not None
+    assert foreign is not None
+    assert own.mean == pytest.approx(2.05, abs=0.01)
+    assert foreign.mean < 1.5
+    assert results.estimate(place, LOSS, "mamba") is None
+
+
+def test_a_report_feeds_the_ledger(written):
+    results = Results(written["summary.json"].parent.parent)
+    place = Place("1 layer", written["summary.json"].parent.name, (("model.layers", 1),))
+    scores = results.scores(place, LOSS)
+    assert scores.keys() == OFFSETS.keys()
+    assert scores["epanechnikov"][1] - scores["gaussian"][1] == pytest.approx(-0.05)
+
+
+def test_a_claim_about_levels_and_lengths(tmp_path):
+    def write(exact_match):
+        run = {"run": "x", "curve": [], "metrics": {f"exact_match.{n}": v for n, v in exact_match.items()}}
+        config = {"task": {}, "model": {"layers": 2, "kernel": "gaussian"}}
+        entry = {
+            "name": "gaussian",
+            "config": config,
+            "tokens": 1,
+            "runs": [run | {"seed": s} for s in (0, 1)],
+        }
+        (tmp_path / "length" / "sort").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "length" / "sort" / "summary.json").write_text(json.dumps({"groups": [entry]}))
+        return Results(tmp_path)
+
+    results = write({16: 1.0, 32: 0.6, 64: 0.1, 128: 0.0})
+    assert verdict(results, "table2/small/sort/gaussian-in-distribution").verdict == HOLDS
+    assert verdict(results, "table2/small/sort/gaussian-collapses").verdict == HOLDS
+    assert verdict(results, "table2/small/reverse/gaussian-collapses").verdict == NOT_RUN
+    assert verdict(write({16: 0.5, 128: 0.9}), "table2/small/sort/gaussian-in-distribution").verdict == FAILS
+    assert verdict(results, "table2/small/sort/uniform-fails").verdict == NOT_RUN
+
+
+def test_a_wrong_kernel_is_found_out(monkeypatch):
+    assert verdict(Results(Path("nowhere")), "figure1/biweight").verdict == HOLDS
+    monkeypatch.setitem(FORMULAS, "biweight", FORMULAS["triweight"])
+    assert verdict(Results(Path("nowhere")), "figure1/biweight").verdict == FAILS
+
+
+def test_no_row_is_missing():
+    ids = [claim.id for claim in CLAIMS]
+    assert len(ids) == len(set(ids))
+    assert {claim.id.rsplit("/", 1)[0] for claim in CLAIMS} == {
+        "figure1",
+        *(f"figure2/small/{n}" for n in (1, 4, 8, 12)),
+        *(f"figure2/paper/{n}" for n in (1, 8, 12)),
+        "table1/small/1000",
+        *(f"table1/paper/{n}" for n in (1000, 2500, 5000, 10000, 20000, 40000)),
+        *(f"table2/{scale}/{task}" for scale in ("small", "paper") for task in ("sort", "reverse", "mqmtar")),
+    }
+    cells = {(t.where, t.scale): [len(t.names), len(t.columns)] for t in TABLES if t.where != "Table 2"}
+    assert cells == {
+        ("Figure 2", "small"): [8, 4],
+        ("Figure 2", "paper"): [8, 3],
+        ("Table 1", "small"): [14, 1],
+        ("Table 1", "paper"): [14, 6],
+    }
+    lengths = [len(t.columns) for t in TABLES if t.where == "Table 2"]
+    assert lengths == [4, 4, 4, 7, 5, 11]
+    # As the report calls them.
+    assert [str(kernel(name)) for name in MOSAICS] == list(MOSAICS)
+
+
+def test_a_damaged_summary_is_named(tmp_path):
+    (tmp_path / "summary.json").write_text("[]")
+    with pytest.raises(UserError, match=r"summary\.json is damaged"):
+        Results(tmp_path)
+
+
+def test_the_committed_ledger_is_what_the_code_writes(tmp_path):
+    write(ROOT / "results", tmp_path / "results.md")
+    committed = ROOT / "docs" / "results.md"
+    assert (tmp_path / "results.md").read_bytes() == committed.read_bytes(), "run: parzen report --ledger"

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import EngFormatter
 
-from parzen.kernels import KERNELS
+from parzen.kernels import KERNELS, kernel
 from parzen.lab import console, figures, statistics
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
@@ -120,11 +120,16 @@ def _count(number: int | None) -> str:
 
 
 def _model_name(model: Mapping[str, Any]) -> str:
-    mixer = model.get("mixer", "transformer")
-    return model["kernel"] if mixer == "transformer" else mixer
+    """A mosaic is called by its kernel, another model by its mixer, and its kernel where it has one."""
+    spelled = str(kernel(model["kernel"]))
+    if "mixer" not in model:
+        return spelled
+    other = model["mixer"] == "transformer" and spelled != "gaussian"
+    return f"{model['mixer']}, {spelled}" if other else model["mixer"]
 
 
-def _setting(config: Mapping[str, Any]) -> dict[str, Any]:
+def setting_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What groups that are compared with one another have in common, by flat key."""
     return {k: v for k, v in flat(config) if k not in ("model.kernel", "model.mixer")}
 
 
@@ -153,7 +158,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
         # The same folder may be named twice.
         if all(record.seed != other.seed for other in records):
             records.append(record)
-    settings = [_setting(config) for config, *_ in found.values()]
+    settings = [setting_of(config) for config, *_ in found.values()]
     differ = [key for key in _varying(settings) if key != "model.layers"]
     groups = []
     for setting, (config, finished, tokens, records) in zip(settings, found.values(), strict=True):
@@ -343,7 +348,7 @@ def draw(panels: Sequence[Panel], size: tuple[float, float], form: str, columns:
         axes: Any = figure.subplots(rows, columns, squeeze=False)
         images = [panel(at) for panel, at in zip(panels, axes.flat, strict=False)]
         if images[-1] is not None:
-            figure.colorbar(images[-1], ax=axes, shrink=0.9, aspect=30).outline.set_visible(False)
+            figure.colorbar(images[-1], ax=axes, shrink=0.9 / rows, anchor=(0, 1)).outline.set_visible(False)
         for at in axes.flat[len(panels) :]:
             at.set_axis_off()
         return figures._rendered(figure, form)
@@ -403,7 +408,7 @@ def _matrices(one: Group, key: str) -> list[np.ndarray]:
             matrix = np.array(run.results.get(key, []), dtype=float)
         except (TypeError, ValueError):
             continue
-        if matrix.ndim == 2 and matrix.size:
+        if matrix.ndim == 2 and matrix.size and np.isfinite(matrix).all():
             found.append(matrix)
     return [matrix for matrix in found if matrix.shape == found[0].shape]
 
@@ -411,7 +416,7 @@ def _matrices(one: Group, key: str) -> list[np.ndarray]:
 def _support_panels(groups: Sequence[Group]) -> list[Panel]:
     """Mean number of keys with weight, over queries and seeds, by layer and head; one scale for all."""
     found = [(one, np.mean(m, axis=0)) for one in groups if (m := _matrices(one, "support"))]
-    top = max((float(np.nanmax(matrix)) for _, matrix in found), default=1.0)
+    top = max((float(matrix.max()) for _, matrix in found), default=1.0)
     norm = PowerNorm(0.5, 0, top or 1.0)
 
     def panel_of(one: Group, support: np.ndarray) -> Panel:
