@@ -155,6 +155,22 @@ def test_another_version_is_not_joined_to_the_first(server, tmp_path):
     assert server.asked == [None, "bytes=1048576-"]
 
 
+def test_an_answer_for_another_range_is_not_appended(server, tmp_path):
+    dropped = drop_at(1 << 20)
+
+    def mood(handler, start):
+        if start:
+            handler.begin(BODY, start // 2)
+            handler.wfile.write(BODY[start // 2 :])
+            server.ranges = False
+        return start or dropped(handler, start)
+
+    server.mood = mood
+    download(server.published(), tmp_path / "file")
+    assert (tmp_path / "file").read_bytes() == BODY
+    assert len(server.asked) == 3
+
+
 def test_a_killed_download_is_gone_on_from_in_the_next_run(server, tmp_path, monkeypatch):
     server.mood = drop_at(1 << 20)
 
