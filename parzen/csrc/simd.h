@@ -38,6 +38,7 @@ struct Simd<float> {
   typedef int32_t I __attribute__((vector_size(BYTES)));
   typedef uint32_t U __attribute__((vector_size(BYTES)));
   using Int = int32_t;
+  using UInt = uint32_t;
 };
 template <>
 struct Simd<double> {
@@ -45,11 +46,14 @@ struct Simd<double> {
   typedef int64_t I __attribute__((vector_size(BYTES)));
   typedef uint64_t U __attribute__((vector_size(BYTES)));
   using Int = int64_t;
+  using UInt = uint64_t;
 };
 template <class T>
 using V = typename Simd<T>::V;
 template <class T>
 using I = typename Simd<T>::I;
+template <class T>
+using U = typename Simd<T>::U;
 template <class T>
 constexpr int LANES = BYTES / sizeof(T);
 
@@ -228,7 +232,7 @@ INLINE V<float> exponential(V<float> x) {
     p = fma<float>(p, y, splat(c));
   p = fma<float>(p, y * y, y) + 1.0f;
   // The low bits of t hold n: they go to the exponent of p.
-  const V<float> out = (V<float>)((I<float>)p + ((I<float>)t << 23));
+  const V<float> out = (V<float>)((U<float>)p + ((U<float>)t << 23));
   return select<float>(tiny, V<float>{}, out);
 }
 INLINE V<double> exponential(V<double> x) {
@@ -241,7 +245,7 @@ INLINE V<double> exponential(V<double> x) {
   V<double> p = splat(1.0 / 6227020800);
   for (double f : {479001600., 39916800., 3628800., 362880., 40320., 5040., 720., 120., 24., 6., 2., 1., 1.})
     p = fma<double>(p, y, splat(1 / f));
-  const V<double> out = (V<double>)((I<double>)p + ((I<double>)t << 52));
+  const V<double> out = (V<double>)((U<double>)p + ((U<double>)t << 52));
   return select<double>(tiny, V<double>{}, out);
 }
 
@@ -249,11 +253,12 @@ INLINE V<double> exponential(V<double> x) {
 template <class T>
 INLINE V<T> logarithm(V<T> x) {
   constexpr bool single = sizeof(T) == 4;
-  using Int = typename Simd<T>::Int;
   constexpr int bits = single ? 23 : 52;
-  const Int half = single ? (Int)0x3f3504f3 : (Int)0x3fe6a09e667f3bcdLL;  // √½
-  const I<T> ix = (I<T>)x, e = (ix - half) >> bits;
-  const V<T> m = (V<T>)(ix - (e << bits));
+  const typename Simd<T>::UInt half = single ? 0x3f3504f3 : 0x3fe6a09e667f3bcdLL;  // √½
+  // Unsigned where lanes that hold anything may overflow.
+  const U<T> ix = (U<T>)x;
+  const I<T> e = (I<T>)(ix - half) >> bits;
+  const V<T> m = (V<T>)(ix - ((U<T>)e << bits));
   // 2·atanh z with z = (m − 1)/(m + 1).
   const V<T> z = (m - 1) / (m + 1), z2 = z * z, n = __builtin_convertvector(e, V<T>);
   V<T> p = V<T>{};
