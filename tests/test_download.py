@@ -518,11 +518,18 @@ def test_a_missing_part_is_said(tmp_path):
         members(path)
 
 
-def test_the_extra_is_named(save, monkeypatch):
+@pytest.mark.parametrize("found", [None, "0.22.0", "1.1.2"])
+def test_the_extra_is_named(save, monkeypatch, found):
     path = save(packed({"a.txt": b"a"}))
-    monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: None)
+
+    def version(name):
+        if found is None:
+            raise lab.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(lab, "version", version)
     for attempt in (lambda: members(path), lambda: main("babistories", path.parent)):
-        with pytest.raises(UserError, match=r"pip install 'parzen\[7z\]'"):
+        with pytest.raises(UserError, match=r"to read it, run: pip install -U 'parzen\[7z\]'"):
             attempt()
 
 

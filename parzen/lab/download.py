@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -208,9 +209,9 @@ def _fetch(file: Published, out: IO[bytes], note: Path) -> None:
 def _attempt(file: Published, out: IO[bytes], note: Path, meter: _Meter) -> bool:
     """Appends what one request brings; True when the file is complete."""
     headers = {"User-Agent": f"parzen/{parzen.__version__}"}
-    version = note.read_text() if note.exists() else ""
-    if version and out.tell():
-        headers |= {"Range": f"bytes={out.tell()}-", "If-Range": version}
+    edition = note.read_text() if note.exists() else ""
+    if edition and out.tell():
+        headers |= {"Range": f"bytes={out.tell()}-", "If-Range": edition}
     with urllib.request.urlopen(urllib.request.Request(file.url, headers=headers), timeout=TIMEOUT) as answer:
         resumed = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers["Content-Range"] or "")
         if answer.status == 206 and resumed and int(resumed[1]) == out.tell():
@@ -221,8 +222,8 @@ def _attempt(file: Published, out: IO[bytes], note: Path, meter: _Meter) -> bool
                 return False
             total = int(answer.headers["Content-Length"] or 0)
             etag = answer.headers["ETag"] or "W/"
-            version = answer.headers["Last-Modified"] or "" if etag.startswith("W/") else etag
-            write_whole(note, version.encode())
+            edition = answer.headers["Last-Modified"] or "" if etag.startswith("W/") else etag
+            write_whole(note, edition.encode())
         if file.size and total and total != file.size:
             raise UserError(
                 f"{file.url}: the server offers {total:,} bytes, the published file has {file.size:,}; "
@@ -453,8 +454,13 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _need_py7zr(name: str) -> None:
-    if importlib.util.find_spec("py7zr") is None:
-        raise UserError(f"{name} is a 7z archive; to read it, run: pip install 'parzen[7z]'")
+    # Before 1.1.3 there is no limit to what is unpacked, and no word that a file was whole.
+    try:
+        enough = tuple(map(int, re.findall(r"\d+", version("py7zr"))[:3])) >= (1, 1, 3)
+    except PackageNotFoundError:
+        enough = False
+    if not enough:
+        raise UserError(f"{name} is a 7z archive; to read it, run: pip install -U 'parzen[7z]'")
 
 
 def _nowhere() -> Path:
