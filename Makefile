@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: help install demo check test test-all clean
+.PHONY: help install demo check test test-all engine test-neon test-sanitize clean
 
 help:
 	@echo "make demo      train a small Memory Mosaic with four kernels (about 4 minutes)"
 	@echo "make check     ruff and mypy"
 	@echo "make test      check, then the tests"
 	@echo "make test-all  the tests with the slow sweeps"
+	@echo "make engine    build the CPU engine in place; make test-neon, test-sanitize check it further"
 
 install: $(STAMP)
 
@@ -34,6 +35,31 @@ test: check
 
 test-all: check
 	$(BIN)/pytest -n $(WORKERS)
+
+# The engine in place, for work on csrc without installing again.
+engine:
+	cmake -S . -B build/engine && cmake --build build/engine -j && cmake --install build/engine --prefix .
+
+# Needs g++-aarch64-linux-gnu and qemu-user.
+test-neon:
+	cmake -S . -B build/neon -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+		-DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+	cmake --build build/neon --target selftest
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/neon/selftest
+
+SANITIZED := build/sanitize/engine.so
+PRELOAD = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)
+
+# Addresses and undefined behaviour on the conformance tests, then data races on the self-test.
+test-sanitize: $(STAMP)
+	cmake -S . -B build/sanitize -DPARZEN_SANITIZE=address,undefined -DPARZEN_ISAS=avx512
+	cmake --build build/sanitize --target parzen_engine
+	PARZEN_ENGINE=$(SANITIZED) LD_PRELOAD="$(PRELOAD)" UBSAN_OPTIONS=halt_on_error=1 \
+		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:handle_segv=0 \
+		$(BIN)/pytest -s -q -p no:xdist -k "cpu and float32" tests/test_conformance.py
+	cmake -S . -B build/tsan -DPARZEN_SANITIZE=thread -DPARZEN_ISAS=avx512
+	cmake --build build/tsan --target selftest
+	setarch -R build/tsan/selftest
 
 clean:
 	rm -rf $(VENV) build dist

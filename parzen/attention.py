@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import platform
 from dataclasses import dataclass, fields, replace
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from parzen import kernels
-from parzen.backends import BACKENDS, Call, choose, cpu, reference
+from parzen.backends import BACKENDS, Call, choose, cpu, packed, reference
 from parzen.kernels import Kernel, Number, Power, WithinMargin, lower
 
 
@@ -73,6 +74,72 @@ def attention(
     )
     _, module = choose(call, backend)
     return _restore(module.run(call), lead)
+
+
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Number | None = None,
+    enable_gqa: bool = False,
+    kernel: str | Kernel = "gaussian",
+    window: tuple[int, int] | None = None,
+    alibi_slopes: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """``attention`` of sequences packed one after the other, each to its own keys, without padding.
+
+    The last query of a sequence stands at its last key (lower-right alignment, as in flash-attention), for
+    ``is_causal``, ``window`` and ALiBi alike.
+
+    Args:
+        query: (total_q, H, E).
+        key: (total_k, Hk, E).
+        value: (total_k, Hk, Ev).
+        cu_seq_q: (sequences + 1,) integers: where each sequence's queries begin, then total_q.
+        cu_seq_k: the same for the keys.
+        max_q: at least the longest number of queries.
+        max_k: at least the longest number of keys.
+        scale: as for ``attention``; a tensor broadcasts to (H, total_q).
+        dropout_p, enable_gqa, kernel, window, alibi_slopes, backend: as for ``attention``. Backends other
+            than the CPU engine go through the sequences one by one.
+
+    Returns:
+        (total_q, H, Ev).
+
+    Raises:
+        ValueError, TypeError: as ``attention``, or offsets that do not ascend from 0 to the totals.
+    """
+    left, right = (-1, -1) if window is None else window
+    limits = (left, 0 if is_causal else right)
+    q, k, v = (x.transpose(0, 1)[None] if x.ndim == 3 else x for x in (query, key, value))
+    if any(x.ndim != 4 or len(x) != 1 for x in (q, k, v)):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+        raise ValueError(f"packed sequences are (total, H, size), got {shapes}")
+    call, _ = _call(
+        q, k, v, None, dropout_p, False, scale, enable_gqa, kernel, limits, alibi_slopes
+    )  # fmt: skip
+    # Each sequence has a diagonal of its own.
+    call = replace(call, diagonal=0)
+    offsets = packed(call, cu_seq_q, cu_seq_k, max_q, max_k)
+    if backend in ("auto", "cpu") and (backend == "cpu" or cpu.why_not(call) is None):
+        choose(call, "cpu")
+        return cpu.run_varlen(call, *offsets, max_q, max_k, lower_right=True)[0].transpose(0, 1)
+    starts = zip(*(cu.tolist() for cu in offsets), strict=True)
+    parts = []
+    for (q0, k0), (q1, k1) in itertools.pairwise(starts):
+        part = _rows(replace(call, k=call.k[:, :, k0:k1], v=call.v[:, :, k0:k1]), q0, q1)
+        part = replace(part, diagonal=(k1 - k0) - (q1 - q0))
+        parts.append(choose(part, backend)[1].run(part))
+    out = torch.cat(parts, 2) if parts else call.v.new_zeros(1, call.q.shape[1], 0, call.v.shape[3])
+    return out[0].transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -446,4 +513,8 @@ def _masks(
 
 def _forbid(scores: Tensor) -> Tensor:
     """The dtype's most negative finite number is what many callers write for −∞: read it so."""
-    return torch.where(scores <= torch.finfo(scores.dtype).min, -torch.inf, scores)
+    # An expanded tensor stays small: its broadcast axes are looked at once.
+    small = scores
+    for axis, stride in enumerate(scores.stride()):
+        small = small if stride else small.narrow(axis, 0, min(1, small.shape[axis]))
+    return torch.where(small <= torch.finfo(scores.dtype).min, -torch.inf, small).expand_as(scores)

@@ -6,7 +6,6 @@ for the dense peer only. A table whose gate fails is not printed.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import platform
@@ -263,8 +262,9 @@ def longest(length: int = 131072, kernel: str = "epanechnikov") -> str:
 
 def bench_attention(
     *,
-    settings: Sequence[Setting] | None = None,
+    lengths: Sequence[int] | None = None,
     kernels: Sequence[str] | None = None,
+    threads: int | None = None,
     out: str | Path | None = None,
     long: bool = False,
     show: Callable[[str], object] = print,
@@ -272,8 +272,9 @@ def bench_attention(
     """Measure, show and save the table.
 
     Args:
-        settings: inputs; default all standard lengths and densities.
+        lengths: which of the standard ones; default all, and the densities.
         kernels: names; default those of each group.
+        threads: of torch; default as it is set.
         out: a folder for ``attention.md`` and ``attention.jsonl``; None saves nothing.
         long: add one head of 131072 keys.
         show: receives the text.
@@ -284,8 +285,14 @@ def bench_attention(
     """
     if not cpu.info()["built"]:
         raise ValueError("the CPU engine was not built: there is nothing to time")
+    known = sorted({setting.length for setting in STANDARD})
+    if lengths is not None and not set(lengths) <= set(known):
+        raise ValueError(f"lengths must be among {', '.join(map(str, known))}, got {lengths}")
+    if threads:
+        torch.set_num_threads(threads)
     lines: list[Line] = []
-    for setting in (*STANDARD, *DENSITIES) if settings is None else settings:
+    chosen_settings = [s for s in STANDARD if lengths is None or s.length in lengths]
+    for setting in (*chosen_settings, *(DENSITIES if lengths is None else ())):
         chosen = kernels or (DENSE_KERNELS if setting in DENSITIES else KERNELS)
         fresh = measure(setting, chosen)
         lines += fresh
@@ -303,27 +310,3 @@ def bench_attention(
         records = [json.dumps({**environment(), **asdict(x)}, ensure_ascii=False) for x in lines]
         (folder / "attention.jsonl").write_text("\n".join(records) + "\n", encoding="utf-8")
     return lines
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """``parzen bench attention``."""
-    parser = argparse.ArgumentParser(prog="parzen bench attention", description=__doc__)
-    parser.add_argument("--kernels", help="comma-separated; default: those of each group")
-    parser.add_argument("--lengths", help="comma-separated; default: all standard settings and densities")
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--long", action="store_true", help="also one head of 131072 keys")
-    parser.add_argument("--out", default=None, help="folder for attention.md and attention.jsonl")
-    given = parser.parse_args(argv)
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    settings = None
-    if given.lengths:
-        wanted = {int(n) for n in given.lengths.split(",")}
-        settings = [s for s in STANDARD if s.length in wanted]
-    kernels = given.kernels.split(",") if given.kernels else None
-    bench_attention(settings=settings, kernels=kernels, out=given.out, long=given.long)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -230,6 +230,29 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
 
 
+def _add_report(commands: Commands[Parser]) -> None:
+    command = _command(commands, "report", _report, "tables, figures and one page from run folders")
+    command.add_argument(
+        "places", type=Path, nargs="*", metavar="RUNS", help="run folders, or folders of them"
+    )
+    command.add_argument("--to", type=Path, metavar="DIR", help="where the report goes")
+    command.add_argument(
+        "--ledger", action="store_true", help="instead: docs/results.md from the committed results"
+    )
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    if arguments.ledger:
+        import_module("parzen.lab.ledger").write()
+        return 0
+    if not arguments.places or arguments.to is None:
+        raise UserError("give the run folders and --to DIR, or --ledger")
+    runs = import_module("parzen.lab.runs").find_runs(arguments.places)
+    for path in import_module("parzen.lab.report").report(runs, arguments.to):
+        print(path)
+    return 0
+
+
 # ---- data ----------------------------------------------------------------------------------------
 
 
@@ -292,6 +315,7 @@ COMMANDS = (
     _add_compare,
     _add_evaluate,
     _add_generate,
+    _add_report,
     _add_data,
     _add_bench,
     _add_info,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from parzen.kernels import Form, Kernel, Number
@@ -38,6 +39,29 @@ class Call:
     left: int = -1
     right: int = -1
     dropout: float = 0.0
+
+
+def packed(call: Call, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int) -> tuple[Tensor, Tensor]:
+    """The offsets of packed sequences as int64, checked against the lengths of ``call``.
+
+    Raises:
+        ValueError: offsets that do not ascend from 0 to the totals, or lengths beyond max_q or max_k.
+    """
+    offsets = []
+    for name, cu, most, total in (
+        ("q", cu_seq_q, max_q, call.q.shape[2]),
+        ("k", cu_seq_k, max_k, call.k.shape[2]),
+    ):
+        first = cu.to(torch.int64).contiguous()
+        if first.ndim != 1 or first.numel() < 1 or first[0] != 0 or first[-1] != total:
+            raise ValueError(f"cu_seq_{name} must ascend from 0 to {total}, got {cu.tolist()}")
+        lengths = first.diff()
+        if bool((lengths < 0).any()) or bool((lengths > most).any()):
+            raise ValueError(f"cu_seq_{name} must ascend by at most max_{name} = {most}, got {cu.tolist()}")
+        offsets.append(first)
+    if offsets[0].numel() != offsets[1].numel():
+        raise ValueError("cu_seq_q and cu_seq_k must hold the same number of sequences")
+    return offsets[0], offsets[1]
 
 
 def choose(call: Call, name: str = "auto") -> tuple[str, ModuleType]:

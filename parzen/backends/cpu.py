@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parzen.backends import Call, reference
+from parzen.backends import Call, packed, reference
 from parzen.kernels import Form, Number
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -580,21 +580,8 @@ def run_varlen(
     """
     if call.mask is not None or call.bias is not None:
         raise ValueError("packed sequences take no mask: use is_causal or window")
-    offsets = []
-    for name, cu, most, total in (
-        ("q", cu_seq_q, max_q, call.q.shape[2]),
-        ("k", cu_seq_k, max_k, call.k.shape[2]),
-    ):
-        first = cu.to(torch.int64).contiguous()
-        if first.ndim != 1 or first.numel() < 1 or first[0] != 0 or first[-1] != total:
-            raise ValueError(f"cu_seq_{name} must ascend from 0 to {total}, got {cu.tolist()}")
-        lengths = first.diff()
-        if bool((lengths < 0).any()) or bool((lengths > most).any()):
-            raise ValueError(f"cu_seq_{name} must ascend by at most max_{name} = {most}, got {cu.tolist()}")
-        offsets.append(first)
-    if offsets[0].numel() != offsets[1].numel():
-        raise ValueError("cu_seq_q and cu_seq_k must hold the same number of sequences")
-    return _apply(_arguments(call, (offsets[0], offsets[1]), (max_q, max_k, lower_right)))
+    offsets = packed(call, cu_seq_q, cu_seq_k, max_q, max_k)
+    return _apply(_arguments(call, offsets, (max_q, max_k, lower_right)))
 
 
 def support(call: Call) -> Tensor:

@@ -43,7 +43,7 @@ struct Shape {
     if constexpr (K == GAUSS) {
       phi = slope = exponential(s - m);
     } else if constexpr (K == POWER_0) {
-      phi = V<T>{} + 1;
+      phi = select<T>(s == s, V<T>{} + 1, s);
       slope = V<T>{};
     } else {
       const V<T> y = this->y(s);

@@ -40,7 +40,8 @@ def file_format(name: str) -> str:
     return form
 
 
-def _rendered(figure: Figure, form: str) -> bytes:
+def rendered(figure: Figure, form: str) -> bytes:
+    """The figure as the bytes of a file of that kind."""
     out = io.BytesIO()
     # A date in the file would make equal figures differ.
     metadata = {"Date": None} if form == "svg" else {"Software": None}
@@ -62,7 +63,7 @@ def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]], bigram: float
         axes.set_xlim(left=0)
         axes.grid(alpha=0.25)
         axes.legend()
-        return _rendered(figure, form)
+        return rendered(figure, form)
 
 
 def _cycle(n: int) -> list[str]:
@@ -145,7 +146,7 @@ def kernels_figure(form: str = "png", extent: float = 3.0) -> bytes:
         below.supylabel("score s₂", fontsize=9)
         if image is not None:
             below.colorbar(image, ax=grid, label="weight w₁ (grey: exactly 0)", shrink=0.9)
-        return _rendered(figure, form)
+        return rendered(figure, form)
 
 
 def _first_weight(kernel: Kernel, extent: float, points: int = 181) -> np.ma.MaskedArray:

@@ -351,7 +351,7 @@ def draw(panels: Sequence[Panel], size: tuple[float, float], form: str, columns:
             figure.colorbar(images[-1], ax=axes, shrink=0.9 / rows, anchor=(0, 1)).outline.set_visible(False)
         for at in axes.flat[len(panels) :]:
             at.set_axis_off()
-        return figures._rendered(figure, form)
+        return figures.rendered(figure, form)
 
 
 def _color(name: str, groups: Sequence[Group]) -> str:
