@@ -133,7 +133,10 @@ KILLED = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
+import torch
 import test_train as t
+# Sums depend on how many threads share them: as many as in conftest.py.
+torch.set_num_threads(1)
 run = t.Run.create(Path({root!r}), t.CONFIG)
 t.go(run, report=lambda p: print(p.step, flush=True), save_seconds=0)
 """

@@ -26,7 +26,8 @@ T = TypeVar("T")
 class RunConfig:
     """Everything that a result depends on: task, model, training and seed.
 
-    Two runs with equal configs see the same batches and, on the same machine, end with the same numbers.
+    Two runs with equal configs see the same batches and, on the same machine with the same number of
+    threads, end with the same numbers.
     Data enters by content hash (inside ``task``), never by path.
     """
 
