@@ -2,8 +2,9 @@
 
 import shutil
 
-import parzen
 import pytest
+
+import parzen
 
 
 def test_the_engine_is_built_where_it_can_be():
