@@ -483,7 +483,7 @@ void forward_tile(const Problem<T>& P, Tile<T>& tile, ForwardScratch<T>& scratch
       const Row<T>& row = scratch.row[i];
       ((Stats<T>*)A.stats)[tile.row0 + i] = stats[i];
       A.count[tile.row0 + i] = (int32_t)row.n;
-      if (!sparse) continue;
+      if (!sparse || row.n == 0) continue;
       memcpy((T*)A.score + offset, row.score, row.n * sizeof(T));
       memcpy(A.index + offset, row.index, row.n * sizeof(int32_t));
       offset += row.n;
