@@ -108,3 +108,30 @@ def test_the_scale_of_a_fixed_radius_has_the_gradient_of_its_threshold():
     scale = torch.tensor(0.8, dtype=torch.float64, requires_grad=True)
     for name in ("normrelu", "normrelu?radius=1.3", "power?r=2&radius=1.6"):
         assert gradcheck(lambda s, name=name: parzen.attention(q, k, v, kernel=name, scale=s), (scale,))
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv", "qkv"])
+@pytest.mark.parametrize("name", ["gaussian", "biweight"])
+def test_second_derivatives_of_some_inputs(name, wanted):
+    inputs = {n: torch.randn(1, 2, 5, 4, requires_grad=n in wanted) for n in "qkv"}
+    leaves = [inputs[n] for n in wanted]
+
+    def second(backend):
+        out = parzen.attention(*inputs.values(), kernel=name, backend=backend)
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    torch.testing.assert_close(second("auto"), second("reference"), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("left", range(0, 128, 9))
+def test_windows_that_begin_inside_a_block(left):
+    """Dense tiles of a window, with a gradient of the bias that all heads share."""
+    q, k, v = (torch.randn(1, 2, 256, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    bias = torch.zeros(256, 256, dtype=torch.float64, requires_grad=True)
+
+    def grads(backend):
+        out = parzen.attention(q, k, v, bias, window=(left, 0), backend=backend)
+        return torch.autograd.grad(out.sin().sum(), (q, k, v, bias))
+
+    torch.testing.assert_close(grads("auto"), grads("reference"), rtol=0, atol=1e-10)

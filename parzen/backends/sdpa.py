@@ -65,7 +65,9 @@ class _Flash(torch.autograd.Function):
             # create_graph: differentiate the plain composition instead, to any order.
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
                 dense = F.scaled_dot_product_attention(q, k, v, mask, is_causal=ctx.causal, scale=ctx.scale)
-            return *torch.autograd.grad(dense, (q, k, v), do, create_graph=True), None, None, None
+            wanted = [x for x, need in zip((q, k, v), ctx.needs_input_grad, strict=False) if need]
+            found = iter(torch.autograd.grad(dense, wanted, do, create_graph=True))
+            return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             do, q, k, v, out, lse, 0.0, ctx.causal, attn_mask=mask, scale=ctx.scale
         )

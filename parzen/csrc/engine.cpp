@@ -182,7 +182,9 @@ __attribute__((noinline)) bool score_block(const Problem<T>& P, const Tile<T>& t
   for (int64_t i = 0; i < rows; i++) {
     T* x = s + i * ld;
     const int64_t query = tile.i0 + g + i;
-    const int64_t lo = larger(0, tile.lo[g + i] - j0), hi = larger(lo, smaller(BLOCK, tile.hi[g + i] - j0));
+    // A window may begin beyond this block: nothing past its BLOCK scores is written.
+    const int64_t lo = smaller(BLOCK, larger(0, tile.lo[g + i] - j0));
+    const int64_t hi = larger(lo, smaller(BLOCK, tile.hi[g + i] - j0));
     if (A.bias.p) {
       const T* y = P.at_query(A.bias, tile.b, tile.h, query) + j0 * A.bias.j;
       for (int64_t j = lo; j < hi; j++) x[j] += y[j * A.bias.j];
