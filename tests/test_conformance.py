@@ -58,6 +58,9 @@ def test_explain_names_the_backend_that_runs():
     assert set(explanation.reasons) == set(BACKENDS)
     assert "compact support" in str(parzen.explain(q, q, q, kernel="biweight"))
     assert parzen.explain(q, q, q, backend="reference").backend == "reference"
+    # Dropout needs no T×S mask where the engine is built.
+    dropout = parzen.explain(q, q, q, dropout_p=0.1).backend
+    assert dropout == ("cpu" if parzen.explain(q, q, q, kernel="biweight").backend == "cpu" else "sdpa")
 
 
 def test_info_is_plain_data():

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parzen.backends import Call
+from parzen.backends import Call, cpu
 from parzen.backends.reference import per_query_head
 from parzen.kernels import EVERYWHERE
 
@@ -30,6 +30,8 @@ def why_not(call: Call) -> str | None:
         return "scaled_dot_product_attention takes a mask or is_causal, not both"
     if 0 in (*call.q.shape, *call.k.shape, *call.v.shape):
         return "scaled_dot_product_attention fails on axes of length 0"
+    if call.dropout > 0 and cpu.why_not(call) is None:
+        return "scaled_dot_product_attention draws a T×S mask for dropout on a CPU; the engine is faster"
     if torch._C._are_functorch_transforms_active():
         return "scaled_dot_product_attention has neither a vmap rule nor a second derivative"
     return None
