@@ -78,6 +78,7 @@ def _command(commands: Commands[Parser], name: str, run: Run, about: str) -> Par
     return command
 
 
+MODELS = ("mosaic", "transformer", "s4", "h3", "retnet", "gla", "mamba")
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -187,6 +188,32 @@ def _add_training(command: Parser) -> None:
 def _compare(arguments: argparse.Namespace) -> int:
     compare = import_module("parzen.lab.compare")
     return int(compare.run(compare.Comparison(**_given(arguments, "task"))))
+
+
+def _add_regbench(commands: Commands[Parser]) -> None:
+    command = _command(
+        commands, "regbench", _regbench, "learn languages in context: every kernel, and six baselines"
+    )
+    command.add_argument("--scale", choices=("tiny", "small", "paper"), help="default: small")
+    command.add_argument("--models", type=_names(MODELS), metavar="A,B", help=f"of {', '.join(MODELS)}")
+    command.add_argument(
+        "--kernels", type=_kernel_names, metavar="A,B", help="of the mosaic (default: eight)"
+    )
+    command.add_argument("--examples", type=_whole(1), nargs="+", metavar="N", help="training instances")
+    command.add_argument("--seeds", type=_whole(0), nargs="+", metavar="S", help="default: 0")
+    command.add_argument("--epochs", type=_whole(1), help="default: that of the scale")
+    command.add_argument("--lr", type=_positive, help="peak learning rate (default: that of the scale)")
+    command.add_argument("--states", type=_whole(2), help="of every automaton (default: 4 to 12)")
+    command.add_argument("--letters", type=_whole(1), help="of every automaton (default: 4 to 18)")
+    command.add_argument(
+        "--runs", type=Path, metavar="DIR", help="folder of run folders (default: runs/regbench)"
+    )
+    command.add_argument("--device", help="cpu (default), cuda, …")
+
+
+def _regbench(arguments: argparse.Namespace) -> int:
+    regbench = import_module("parzen.lab.experiments.regbench")
+    return int(regbench.run(regbench.Experiment(**_given(arguments))))
 
 
 def _given(arguments: argparse.Namespace, *apart: str) -> dict[str, Any]:
@@ -313,6 +340,7 @@ COMMANDS = (
     _add_demo,
     _add_train,
     _add_compare,
+    _add_regbench,
     _add_evaluate,
     _add_generate,
     _add_report,
@@ -345,6 +373,19 @@ def _whole(least: int) -> Callable[[str], int]:
 
 def _lengths(text: str) -> tuple[int, ...]:
     return tuple(map(_whole(1), text.split(",")))
+
+
+def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def read(text: str) -> tuple[str, ...]:
+        names = tuple(name.strip() for name in text.split(","))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"unknown name {name!r}; known: {', '.join(known)}")
+        if len(set(names)) < len(names):
+            raise argparse.ArgumentTypeError(f"a name is given twice in {text!r}")
+        return names
+
+    return read
 
 
 def _kernel_names(text: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import torch
 
 from parzen.attention import attention_weights
 from parzen.cli import main
-from parzen.lab import compare, evaluate
+from parzen.lab import evaluate, sweep
 from parzen.lab.runs import find_runs
 from parzen.lab.tasks.stories import generated_stories
 from parzen.models.mosaic import ContextualMemory, Mosaic, MosaicConfig
@@ -67,15 +67,15 @@ def test_every_kernel_and_seed_has_a_finished_run(done):
 
 
 def test_finished_runs_are_not_done_again(done, text, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "train", None)
+    monkeypatch.setattr(sweep, "train", None)
     assert main(command(text, done, "--kernels", "gaussian,relumax?margin=2", "--seeds", "0", "1")) == 0
     out = capsys.readouterr().out
-    assert "4 runs of 160 tokens, 4 of them done" in out
+    assert "160 training tokens a run\n4 runs, 4 of them done" in out
     assert out.count("relumax?margin=2") == 2
 
 
 def test_a_run_that_fails_does_not_stop_the_others(text, tmp_path, capsys, monkeypatch):
-    real = compare._model
+    real = sweep.build
 
     def broken(config):
         model = real(config)
@@ -83,7 +83,7 @@ def test_a_run_that_fails_does_not_stop_the_others(text, tmp_path, capsys, monke
             model.norm.weight.data.fill_(torch.nan)
         return model
 
-    monkeypatch.setattr(compare, "_model", broken)
+    monkeypatch.setattr(sweep, "build", broken)
     assert main(command(text, tmp_path, "--kernels", "gaussian,biweight")) == 1
     out = capsys.readouterr().out
     assert "failed: gaussian, 1 layers, seed 0: the loss became nan at step 1" in out

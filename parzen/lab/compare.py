@@ -23,6 +23,7 @@ from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
 from parzen.lab.language import Language
 from parzen.lab.runs import Run, read_json, to_bytes
+from parzen.lab.sweep import build, sweep
 from parzen.lab.tasks.ngrams import Bigram
 from parzen.lab.tasks.stories import (
     END,
@@ -108,35 +109,26 @@ def run(comparison: Comparison) -> int:
         say=print,
     )
     tokens = _tokens(comparison, stories)
-    configs = plan(comparison, stories, tokens)
-    runs = [Run.create(comparison.runs, config) for config in configs]
-    todo = [r for r in runs if not r.finished]
-    print(
-        f"{len(runs)} runs of {tokens:,} tokens, {len(runs) - len(todo)} of them done; in {comparison.runs}"
-    )
-    task = Language(stories, comparison.context)
+    print(f"{tokens:,} training tokens a run")
+    windows = stories.windows(comparison.context)
     unigram, bigram = Bigram(stories.train, stories.vocab).losses(stories.valid)
     baselines = {"unigram": unigram, "bigram": bigram}
-    failed = []
-    with console.progress(
-        max(1, len(todo)), max((r.config.train.steps for r in todo), default=1)
-    ) as progress:
-        for r in todo:
-            try:
-                _finish(r, task, baselines, comparison, progress)
-            except UserError as error:
-                # The others still run; this one is reported at the end.
-                failed.append(f"{label(r.config)}: {error}")
-                write_whole(r.folder / "error.txt", f"{error}\n".encode())
+    paths = {"data": comparison.data, "valid": comparison.valid}
+    runs, status = sweep(
+        comparison.runs,
+        plan(comparison, stories, tokens),
+        Language(stories, comparison.context, windows),
+        lambda model, config: {**results(model, windows, stories.tokenizer), "baselines": baselines},
+        device=comparison.device,
+        files={
+            "tokenizer.json": stories.tokenizer.to_str().encode(),
+            "text.json": to_bytes(
+                {**{k: str(v.resolve()) if v else None for k, v in paths.items()}, **stories.hashes}
+            ),
+        },
+    )
     _show(runs, baselines)
-    for line in failed:
-        print(f"failed: {line}")
-    return 1 if failed else 0
-
-
-def label(config: RunConfig) -> str:
-    """What tells this run from the others, for people."""
-    return f"{config.model.kernel}, {config.model.layers} layers, seed {config.seed}"
+    return status
 
 
 def plan(comparison: Comparison, stories: Stories, tokens: int) -> list[RunConfig]:
@@ -175,11 +167,6 @@ def _mosaic(comparison: Comparison, vocab: int, name: str, layers: int) -> Mosai
     )
 
 
-def _model(config: RunConfig) -> Mosaic:
-    torch.manual_seed(config.seed)
-    return Mosaic(config.model)
-
-
 def _tokens(comparison: Comparison, stories: Stories) -> int:
     """``tokens``, or what ``minutes`` came to the first time."""
     if comparison.minutes is None:
@@ -194,7 +181,7 @@ def _tokens(comparison: Comparison, stories: Stories) -> int:
     for config in probe:
         clock = [0.0]
         task = Language(stories, comparison.context, (inputs[:1], targets[:1]))
-        model = _model(config)
+        model = build(config)
         train(
             model, task, config.train, config.seed, Keeper(),
             device=comparison.device, report=partial(_tick, clock),
@@ -213,34 +200,7 @@ def _tick(clock: list[float], now: Progress) -> None:
     clock.append(now.seconds)
 
 
-def _finish(
-    r: Run, task: Language, baselines: dict[str, float], comparison: Comparison, progress: console.Progress
-) -> None:
-    """Trains a run to its end and writes its results."""
-    progress.part(label(r.config))
-    stories = task.stories
-    files = {"data": comparison.data, "valid": comparison.valid}
-    write_whole(r.folder / "tokenizer.json", stories.tokenizer.to_str().encode())
-    write_whole(
-        r.folder / "text.json",
-        to_bytes({**{k: str(v.resolve()) if v else None for k, v in files.items()}, **stories.hashes}),
-    )
-    model = _model(r.config)
-
-    def report(now: Progress) -> None:
-        status = f"train {now.loss:.3f}, {now.tokens / now.seconds:,.0f} tokens/s"
-        progress.step(status)
-        if now.valid is not None:
-            progress.mark(f"valid {now.valid:.3f}, {status}")
-
-    train(model, task, r.config.train, r.config.seed, r, device=comparison.device, report=report)
-    model.cpu()
-    r.finish(results(model, task.windows, stories.tokenizer, r.config) | {"baselines": baselines})
-
-
-def results(
-    model: nn.Module, windows: evaluate.Windows, tokenizer: Tokenizer, config: RunConfig
-) -> dict[str, Any]:
+def results(model: nn.Module, windows: evaluate.Windows, tokenizer: Tokenizer) -> dict[str, Any]:
     """Everything that a report says of a trained model: losses, what the kernel does, one attention map."""
     total, counted = evaluate.loss_by_position(model, windows)
     value = float(total.sum() / counted.sum())
@@ -251,8 +211,6 @@ def results(
     return {
         "loss": value,
         "perplexity": math.exp(value),
-        "tokens": config.train.steps * config.train.batch * config.task.context,
-        "parameters": sum(p.numel() for p in model.parameters()),
         "loss_by_position": (total / counted.clamp_min(1)).tolist(),
         **evaluate.kernel_use(model, whole[spread]),
         "attention": {
@@ -269,7 +227,7 @@ def _show(runs: Sequence[Run], baselines: dict[str, float]) -> None:
     rows = [(name, "—", "—", f"{loss:.3f}", "—", "—") for name, loss in baselines.items()]
     for r in runs:
         model = r.config.model
-        head = (model.kernel, str(model.layers), str(r.config.seed))
+        head = (r.config.name, str(model.layers), str(r.config.seed))
         if r.finished:
             got = r.results()
             rows.append((*head, f"{got['loss']:.3f}", f"{got['share_of_keys']:.1%}", f"{got['tokens']:,}"))
@@ -286,13 +244,15 @@ def open_model(folder: Path) -> tuple[Run, Mosaic, Tokenizer]:
     """The run in ``folder`` with its best weights and its tokeniser.
 
     Raises:
-        UserError: no such run, or it has no checkpoint yet.
+        UserError: no such run, one of another kind, or it has no checkpoint yet.
     """
     r = Run.open(folder)
+    if not isinstance(r.config.task, StoriesConfig) or not isinstance(r.config.model, MosaicConfig):
+        raise UserError(f"{folder} is no mosaic that was trained on stories")
     saved = r.load("best")
     if saved is None:
         raise UserError(f"{folder} has no best.safetensors yet: train it for longer")
-    model = _model(r.config)
+    model = Mosaic(r.config.model)
     load_weights(model, saved[0])
     return r, model.eval(), read_tokenizer(folder / "tokenizer.json")
 
@@ -300,7 +260,6 @@ def open_model(folder: Path) -> tuple[Run, Mosaic, Tokenizer]:
 def evaluate_run(folder: Path, valid: Path | None, to: Path | None) -> int:
     """Prints what ``results`` says of the best weights, on the run's own validation text or another."""
     r, model, tokenizer = open_model(folder)
-    assert isinstance(r.config.task, StoriesConfig)
     text = read_json(folder / "text.json")
     if valid is None and text["valid"] is None:
         stories = load_stories(
@@ -318,11 +277,11 @@ def evaluate_run(folder: Path, valid: Path | None, to: Path | None) -> int:
         path = valid or Path(text["valid"])
         stream, _ = token_stream(open_text(path, held_out=True), tokenizer, lead=True)
     windows = Stories(tokenizer, stream, stream, "").windows(r.config.task.context)
-    got = results(model, windows, tokenizer, r.config)
+    got = results(model, windows, tokenizer)
     if to is not None:
         write_whole(to, to_bytes(got))
     console.show_table(
-        ("", label(r.config)),
+        ("", r.config.label),
         [
             ("loss (nats a token)", f"{got['loss']:.4f}"),
             ("perplexity", f"{got['perplexity']:.2f}"),

@@ -9,14 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from parzen.kernels import kernel
 from parzen.lab.errors import UserError
+from parzen.lab.tasks.regbench import RegBenchConfig
 from parzen.lab.tasks.stories import StoriesConfig
 from parzen.lab.train import TrainConfig
 from parzen.models.mosaic import MosaicConfig
 from parzen.models.sequence import SequenceConfig
 
 # What a config may be made of, by the name that its JSON carries.
-TASKS: dict[str, type] = {"stories": StoriesConfig}
+TASKS: dict[str, type] = {"stories": StoriesConfig, "regbench": RegBenchConfig}
 MODELS: dict[str, type] = {"mosaic": MosaicConfig, "sequence": SequenceConfig}
 
 T = TypeVar("T")
@@ -61,6 +63,22 @@ class RunConfig:
             _build(TrainConfig, data["train"], where),
             int(data["seed"]),
         )
+
+    @property
+    def name(self) -> str:
+        """The mixer if it is no mosaic, then the kernel if it has one, and a bandwidth that is unusual."""
+        model = self.model
+        mixer = "" if isinstance(model, MosaicConfig) else model.mixer
+        if mixer not in ("", "transformer"):
+            return str(mixer)
+        parts = [mixer, str(kernel(model.kernel)), model.bandwidth]
+        usual = {"", type(model).bandwidth} | ({"gaussian"} if mixer else set())
+        return ", ".join(part for part in parts if part not in usual)
+
+    @property
+    def label(self) -> str:
+        """What tells this run from the others, for people."""
+        return f"{self.name}, {self.model.layers} layers, seed {self.seed}"
 
     def digest(self) -> str:
         """The first 12 hex digits of the SHA-256 of the canonical JSON: the name of the run."""

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import EngFormatter
 
-from parzen.kernels import KERNELS, kernel
+from parzen.kernels import KERNELS
 from parzen.lab import console, figures, statistics
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
@@ -119,18 +119,13 @@ def _count(number: int | None) -> str:
     return NONE if number is None else f"{number:,}"
 
 
-def _model_name(model: Mapping[str, Any]) -> str:
-    """A mosaic is called by its kernel, another model by its mixer, and its kernel where it has one."""
-    spelled = str(kernel(model["kernel"]))
-    if "mixer" not in model:
-        return spelled
-    other = model["mixer"] == "transformer" and spelled != "gaussian"
-    return f"{model['mixer']}, {spelled}" if other else model["mixer"]
+# What the name of a group says, so that groups that differ in it can be compared.
+NAMED = ("model.kernel", "model.mixer", "model.bandwidth")
 
 
 def setting_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What groups that are compared with one another have in common, by flat key."""
-    return {k: v for k, v in flat(config) if k not in ("model.kernel", "model.mixer")}
+    return {k: v for k, v in flat(config) if k not in NAMED}
 
 
 def _varying(maps: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -148,9 +143,11 @@ def group(runs: Sequence[Run]) -> list[Group]:
         UserError: a folder holds something else than a run writes.
     """
     found: dict[str, tuple[dict[str, Any], bool, int | None, list[Record]]] = {}
+    names = {}
     for run in runs:
         config, record = run.config.to_json(), _record(run)
         del config["seed"]
+        names[json.dumps(config)] = run.config.name
         tokens = record.curve[-1][0] if record.curve else None
         # How far an unfinished run has come may differ from seed to seed.
         key = (config, run.finished, tokens if run.finished else None)
@@ -166,7 +163,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
         title = [f"{layers} layer{'s' if layers > 1 else ''}"]
         title += [f"{key.partition('.')[2]} = {setting[key]}" for key in differ if key in setting]
         others = {other[2] for other in found.values() if finished and other[1] and other[0] == config}
-        name = _model_name(config["model"]) + (f" ({_count(tokens)} tokens)" if len(others) > 1 else "")
+        name = names[json.dumps(config)] + (f" ({_count(tokens)} tokens)" if len(others) > 1 else "")
         ordered = tuple(sorted(records, key=lambda record: record.seed))
         groups.append(Group(name, ", ".join(title), layers, config, finished, tokens, ordered))
 

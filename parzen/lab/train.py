@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -169,11 +170,12 @@ def train(
     rank, world = _join(device)
     model.to(device)
     optimizer = optimizer_of(model, config)
-    first, best = 0, math.inf
+    first, best, seen = 0, math.inf, 0
     metrics: dict[str, float] = {}
     saved = keeper.load("last")
     if saved is not None:
-        first, best, metrics = _restore(model, optimizer, *saved)
+        _restore(model, optimizer, saved[0])
+        first, best, seen, metrics = (saved[1][key] for key in ("step", "best", "tokens", "metrics"))
     if rank == 0:
         keeper.rewind(saved[1] if saved else {})
     net: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
@@ -190,7 +192,7 @@ def train(
         began = time.perf_counter()
         net.train()
         # Dropout, too, depends on (seed, step) only.
-        torch.manual_seed(((seed << 32) + step) * world + rank)
+        torch.manual_seed(int(np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)[0]))
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * config.lr_at(step) / config.lr
         inputs, targets = task.batch(seed, step, config.batch)
@@ -219,6 +221,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         tokens += targets.numel()
+        seen += targets.numel()
         seconds += time.perf_counter() - began
 
         done, valid = step + 1, None
@@ -226,7 +229,7 @@ def train(
             if rank == 0:
                 metrics = task.evaluate(model.eval())
                 valid = metrics["loss"]
-                keeper.log({"step": done, "tokens": done * targets.numel(), "train_loss": value, **metrics})
+                keeper.log({"step": done, "tokens": seen, "train_loss": value, **metrics})
                 keeper.log({"step": done, "tokens_per_second": tokens / seconds}, "times.jsonl")
                 if valid < best:
                     best = valid
@@ -234,7 +237,7 @@ def train(
             if world > 1:
                 dist.barrier()
         if rank == 0 and (done == config.steps or time.monotonic() - last_saved > save_seconds):
-            state = {"step": done, "best": best, "metrics": metrics}
+            state = {"step": done, "best": best, "tokens": seen, "metrics": metrics}
             keeper.save("last", _weights(model) | _moments(optimizer), state)
             last_saved = time.monotonic()
         report(Progress(done, value, tokens, seconds, valid))
@@ -266,9 +269,7 @@ def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     model.load_state_dict(weights)
 
 
-def _restore(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], state: dict[str, Any]
-) -> tuple[int, float, dict[str, float]]:
+def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
     load_weights(model, tensors)
     moments: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -276,4 +277,3 @@ def _restore(
             _, index, name = key.split(".")
             moments.setdefault(int(index), {})[name] = tensor
     optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
-    return state["step"], state["best"], state["metrics"]

@@ -10,6 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from parzen.kernels import kernel
 from parzen.models.backbone import Backbone, Block
 from parzen.models.gla import GLA
 from parzen.models.h3 import H3
@@ -17,7 +18,7 @@ from parzen.models.mamba import Mamba
 from parzen.models.retnet import RetNet
 from parzen.models.s4 import S4D
 from parzen.models.transformer import CausalAttention
-from parzen.nn import POSITIONS
+from parzen.nn import BANDWIDTHS, POSITIONS
 
 STD = 0.02
 
@@ -33,6 +34,7 @@ class SequenceConfig:
         kernel: of the transformer, as ``parzen.kernel`` spells it.
         positions: of the transformer: "learned", added to the embeddings, or a name of
             ``parzen.nn.POSITIONS``. The others need none.
+        bandwidth: of the transformer: a name of ``parzen.nn.BANDWIDTHS``.
         max_length: how many positions are learned; no limit otherwise.
         dropout: in [0, 1), on the embeddings and on attention weights.
     """
@@ -44,6 +46,7 @@ class SequenceConfig:
     heads: int = 1
     kernel: str = "gaussian"
     positions: str = "learned"
+    bandwidth: str = "fixed"
     max_length: int = 1024
     dropout: float = 0.1
 
@@ -55,6 +58,9 @@ class SequenceConfig:
             raise ValueError(f"unknown mixer {self.mixer!r}; known: {', '.join(MIXERS)}")
         if self.positions != "learned" and self.positions not in POSITIONS:
             raise ValueError(f"unknown positions {self.positions!r}; known: learned, {', '.join(POSITIONS)}")
+        if self.bandwidth not in BANDWIDTHS:
+            raise ValueError(f"unknown bandwidth {self.bandwidth!r}; known: {', '.join(BANDWIDTHS)}")
+        kernel(self.kernel)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
 
@@ -71,6 +77,7 @@ def _attention(config: SequenceConfig) -> nn.Module:
         heads=config.heads,
         kernel=config.kernel,
         positions=positions,
+        bandwidth=config.bandwidth,
         dropout=config.dropout,
         bias=True,
     )

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from parzen.lab.tasks.sequence import IGNORED, Batch
 
@@ -68,6 +68,21 @@ class Bounds:
                 "expected 2 letters or more in an instance, got 1 string of 1 letter at the smallest; give "
                 "more strings or longer ones"
             )
+
+
+@dataclass(frozen=True)
+class RegBenchConfig(Bounds):
+    """The data of a run: see ``load_regbench``.
+
+    Attributes:
+        examples, validation, test: instances of each split.
+        data_seed: what they are drawn from; the seed of a run is another.
+    """
+
+    examples: int = 1000
+    validation: int = 500
+    test: int = 1000
+    data_seed: int = 0
 
 
 # ---- automata ------------------------------------------------------------------------------------
@@ -454,3 +469,46 @@ class Scores:
                 "tvd": distance / count,
                 "loss": loss / labels,
             }
+
+
+@torch.no_grad()
+def score(model: nn.Module, instances: Sequence[Instance], batch: int = 32) -> Scores:
+    """How a model that gives logits (B, T, 20) does on ``instances``."""
+    model.eval()
+    scores = Scores()
+    # Alike in length, so that little is padding.
+    ordered = sorted(instances, key=len)
+    for start in range(0, len(ordered), batch):
+        some = ordered[start : start + batch]
+        tokens, labels, lengths = batch_of(some)
+        scores.add(model(tokens).softmax(2), truth_of(some), labels, lengths)
+    return scores
+
+
+class InContext:
+    """RegBench as the training loop sees it: epochs of bucketed batches, scored on the validation split."""
+
+    vocab = VOCAB
+
+    def __init__(self, data: RegBench) -> None:
+        self.data = data
+        self._lengths = [len(instance) for instance in data.train]
+        self._epoch: tuple[tuple[int, int, int], list[np.ndarray]] | None = None
+
+    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels (size or fewer, T) of one step."""
+        epoch, index = divmod(step, -(-len(self._lengths) // size))
+        key = (seed, epoch, size)
+        if self._epoch is None or self._epoch[0] != key:
+            self._epoch = key, list(bucketed(self._lengths, size, (seed << 32) + epoch))
+        some = [self.data.train[i] for i in self._epoch[1][index]]
+        return batch_of(some)[:2]
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Loss, accuracies and distance on the validation instances."""
+        return summary(score(model, self.data.validation))
+
+
+def summary(scores: Scores) -> dict[str, float]:
+    """The four numbers."""
+    return {name: getattr(scores, name) for name in ("loss", "accuracy_all", "accuracy_last", "tvd")}

@@ -1,0 +1,257 @@
+"""``parzen regbench``: Table 1, in-context language learning with mosaics of every kernel and six baselines.
+
+Source: arXiv 2601.22766, section 5.2 and its public configs; the baselines' sizes lie in the range that the
+search of 2401.12973 chose from, but for *small*, which fits two CPU cores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parzen.kernels import kernel, spell
+from parzen.lab import console, evaluate
+from parzen.lab.compare import EIGHT
+from parzen.lab.config import RunConfig
+from parzen.lab.errors import UserError
+from parzen.lab.runs import Run
+from parzen.lab.sweep import sweep
+from parzen.lab.tasks.regbench import (
+    TEXT,
+    VOCAB,
+    InContext,
+    Instance,
+    RegBench,
+    RegBenchConfig,
+    Scores,
+    batch_of,
+    load_regbench,
+    ngram,
+    score,
+    summary,
+    truth_of,
+)
+from parzen.lab.train import TrainConfig
+from parzen.models.backbone import Backbone
+from parzen.models.mosaic import MosaicConfig
+from parzen.models.sequence import MIXERS, SequenceConfig
+
+MODELS = ("mosaic", *MIXERS)
+BATCH = 32
+# Instances that show what a kernel does, each cut to so many tokens; of the first one, a map.
+USE_INSTANCES, USE_LENGTH, MAP_TOKENS = 32, 256, 24
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of everything.
+
+    Attributes:
+        examples: training instances.
+        held_out: validation and test instances.
+        epochs, lr: of training; the rate falls to a tenth.
+        norm_lr, scalar_lr: see ``TrainConfig``.
+        every: epochs between two evaluations.
+        mosaic: arguments of ``MosaicConfig``.
+        baselines: arguments of ``SequenceConfig`` by mixer.
+    """
+
+    examples: tuple[int, ...]
+    held_out: tuple[int, int]
+    epochs: int
+    lr: float
+    every: int
+    mosaic: Mapping[str, Any]
+    baselines: Mapping[str, Mapping[str, Any]]
+    norm_lr: float = 1.0
+    scalar_lr: float = 1.0
+    kernels: Sequence[str] = EIGHT
+
+
+def _alike(**sizes: Any) -> dict[str, dict[str, Any]]:
+    return {mixer: dict(sizes) for mixer in MIXERS}
+
+
+SCALES = {
+    "tiny": Scale(
+        (64,), (16, 32), 2, 2e-3, 1,
+        {"layers": 1, "heads": 2, "width": 32, "slots": 32}, _alike(width=32, layers=1),
+        kernels=("gaussian", "epanechnikov"),
+    ),
+    "small": Scale(
+        (1000,), (500, 1000), 30, 2e-3, 2,
+        {"layers": 2, "heads": 8, "width": 128, "slots": 448}, _alike(width=64, layers=2),
+    ),
+    "paper": Scale(
+        (1000, 2500, 5000, 10_000, 20_000, 40_000), (500, 1000), 200, 1e-4, 1,
+        {"layers": 2, "heads": 8, "width": 128, "slots": 448},
+        {
+            "transformer": {"width": 128, "layers": 8, "heads": 2},
+            "s4": {"width": 128, "layers": 8},
+            "h3": {"width": 128, "layers": 8},
+            "retnet": {"width": 256, "layers": 8, "heads": 2},
+            "gla": {"width": 256, "layers": 8, "heads": 2},
+            "mamba": {"width": 256, "layers": 8},
+        },
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Every model × kernel × number of examples × seed of a scale.
+
+    Attributes:
+        scale: a name of ``SCALES``; what is None comes from it.
+        models: names of ``MODELS``.
+        kernels: of the mosaic.
+        examples, seeds: what else differs.
+        epochs, lr: of training.
+        states, letters: of the automata: exactly so many in place of the public bounds.
+        runs: the folder of run folders.
+        device: where it runs.
+    """
+
+    scale: str = "small"
+    models: Sequence[str] = MODELS
+    kernels: Sequence[str] | None = None
+    examples: Sequence[int] | None = None
+    seeds: Sequence[int] = (0,)
+    epochs: int | None = None
+    lr: float | None = None
+    states: int | None = None
+    letters: int | None = None
+    runs: Path = Path("runs/regbench")
+    device: str = "cpu"
+    bounds: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = {"states": self.states, "letters": self.letters}
+        object.__setattr__(self, "bounds", {k: (v, v) for k, v in given.items() if v is not None})
+
+
+def run(experiment: Experiment) -> int:
+    """Trains what is not finished yet, prints the table; the exit status: 1 if a run failed.
+
+    Raises:
+        UserError: no such data, or nothing can be written.
+    """
+    status = 0
+    for examples in experiment.examples or SCALES[experiment.scale].examples:
+        task, configs = plan(experiment, examples)
+        data = load_regbench(
+            examples, seed=task.data_seed, validation=task.validation, test=task.test, bounds=task
+        )
+        baselines = {f"{n}-gram": summary(score_ngram(data.test, n)) for n in (1, 2, 3)}
+
+        def judge(model: Backbone, config: RunConfig, data: RegBench = data) -> dict[str, Any]:
+            return results(model, data.test)
+
+        print(f"{examples:,} examples")
+        runs, failed = sweep(experiment.runs, configs, InContext(data), judge, device=experiment.device)
+        status = max(status, failed)
+        _show(runs, baselines)
+    return status
+
+
+def plan(experiment: Experiment, examples: int) -> tuple[RegBenchConfig, list[RunConfig]]:
+    """The data and the configs of all runs on it, seed by seed.
+
+    Raises:
+        UserError: settings that nothing can be made of.
+    """
+    scale = SCALES[experiment.scale]
+    lr, epochs = experiment.lr or scale.lr, experiment.epochs or scale.epochs
+    steps = -(-examples // BATCH)
+    kernels = experiment.kernels or scale.kernels
+    try:
+        task = RegBenchConfig(
+            **experiment.bounds, examples=examples, validation=scale.held_out[0], test=scale.held_out[1]
+        )
+        training = TrainConfig(
+            epochs * steps, BATCH, lr=lr, lr_end=lr / 10, warmup=0.1, weight_decay=0.01,
+            norm_lr=scale.norm_lr, scalar_lr=scale.scalar_lr, evaluate_every=scale.every * steps,
+        )  # fmt: skip
+        models: list[MosaicConfig | SequenceConfig] = []
+        for name in experiment.models:
+            if name == "mosaic":
+                models += [
+                    MosaicConfig(VOCAB, **scale.mosaic, kernel=spell(kernel(k)), dropout=0.05)
+                    for k in kernels
+                ]
+            else:
+                models.append(SequenceConfig(VOCAB, mixer=name, **scale.baselines[name]))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return task, [
+        RunConfig(task, model, training, seed) for seed, model in itertools.product(experiment.seeds, models)
+    ]
+
+
+@torch.no_grad()
+def score_ngram(instances: Sequence[Instance], order: int, batch: int = 200) -> Scores:
+    """How the n-gram that is counted in context does."""
+    scores = Scores()
+    ordered = sorted(instances, key=len)
+    for start in range(0, len(ordered), batch):
+        some = ordered[start : start + batch]
+        tokens, labels, lengths = batch_of(some)
+        said = ngram(tokens, order)
+        # Where nothing has followed yet nothing is said; that is as good as any letter.
+        said[..., 1 : VOCAB - 1] += (said.sum(2, keepdim=True) == 0) / (VOCAB - 2)
+        scores.add(said, truth_of(some), labels, lengths)
+    return scores
+
+
+def results(model: Backbone, instances: Sequence[Instance]) -> dict[str, Any]:
+    """Scores on ``instances``, by position too, and what the kernel does on some of them."""
+    scores = score(model, instances)
+    long = [i for i in instances if len(i) >= USE_LENGTH][:USE_INSTANCES] or list(instances[:1])
+    tokens = batch_of(long)[0][:, :USE_LENGTH]
+    by_position = {name: _listed(values.tolist()) for name, values in scores.by_position().items()}
+    found = {**summary(scores), "by_position": by_position, **evaluate.kernel_use(model, tokens)}
+    if layers := evaluate.attention_map(model, tokens[0, :MAP_TOKENS]):
+        words = [TEXT[token] for token in tokens[0, :MAP_TOKENS].tolist()]
+        found["attention"] = {"words": words, "layers": layers}
+    return found
+
+
+def _listed(values: Sequence[float]) -> list[float | None]:
+    return [None if value != value else round(value, 5) for value in values]
+
+
+HEADERS = ("model", "seed", "accuracy", "accuracy, last", "TVD", "loss", "keys with weight")
+
+
+def _show(runs: Sequence[Run], baselines: Mapping[str, Mapping[str, float]]) -> None:
+    """The table, the smallest distance first; what is unfinished last."""
+    rows: list[tuple[str, str, Mapping[str, float]]] = [(n, "—", found) for n, found in baselines.items()]
+    rows += [(r.config.name, str(r.config.seed), r.results() if r.finished else {}) for r in runs]
+    rows.sort(key=lambda row: row[2].get("tvd", 9.0))
+    measures = [("accuracy_all", ".3f"), ("accuracy_last", ".3f"), ("tvd", ".3f"), ("loss", ".3f")]
+    measures.append(("share_of_keys", ".1%"))
+    print()
+    console.show_table(
+        HEADERS,
+        [
+            (
+                name,
+                seed,
+                *(
+                    format(found[key], form) if math.isfinite(found.get(key, math.nan)) else "—"
+                    for key, form in measures
+                ),
+            )
+            for name, seed, found in rows
+        ],
+    )
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "—" if value is None or not math.isfinite(value) else format(value, form)

@@ -1,0 +1,95 @@
+"""Runs, one after the other: what is finished is left alone, what was interrupted goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parzen.lab import console
+from parzen.lab.config import RunConfig
+from parzen.lab.errors import UserError
+from parzen.lab.files import write_whole
+from parzen.lab.runs import Run
+from parzen.lab.train import Progress, Task, load_weights, train
+from parzen.models.backbone import Backbone
+from parzen.models.mosaic import Mosaic, MosaicConfig
+from parzen.models.sequence import SequenceModel
+
+
+def build(config: RunConfig) -> Backbone:
+    """The untrained model of a run; its weights depend on the seed."""
+    torch.manual_seed(config.seed)
+    return Mosaic(config.model) if isinstance(config.model, MosaicConfig) else SequenceModel(config.model)
+
+
+def sweep(
+    root: Path,
+    configs: Sequence[RunConfig],
+    task: Task,
+    results: Callable[[Backbone, RunConfig], Mapping[str, Any]],
+    *,
+    device: str = "cpu",
+    files: Mapping[str, bytes] | None = None,
+) -> tuple[list[Run], int]:
+    """Trains every run below ``root`` that is not finished; all of them, and 1 if one failed, else 0.
+
+    Args:
+        root: the folder of run folders.
+        configs: of the runs, all of the same ``task``.
+        results: what is written of a model, with its best weights, when its training is done.
+        device: where it runs.
+        files: what else belongs into the folder of each run, by name.
+
+    Raises:
+        UserError: nothing can be written. What is wrong with a single run is printed at the end, after the
+            others, and left in its error.txt.
+    """
+    runs = [Run.create(root, config) for config in configs]
+    todo = [run for run in runs if not run.finished]
+    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done; in {root}")
+    steps = max((run.config.train.steps for run in todo), default=1)
+    failed = []
+    with console.progress(max(1, len(todo)), steps) as progress:
+        for run in todo:
+            try:
+                for name, data in (files or {}).items():
+                    write_whole(run.folder / name, data)
+                _finish(run, task, results, device, progress)
+            except UserError as error:
+                failed.append(f"failed: {run.config.label}: {error}")
+                write_whole(run.folder / "error.txt", f"{error}\n".encode())
+    for line in failed:
+        print(line)
+    return runs, 1 if failed else 0
+
+
+def _finish(
+    run: Run,
+    task: Task,
+    results: Callable[[Backbone, RunConfig], Mapping[str, Any]],
+    device: str,
+    progress: console.Progress,
+) -> None:
+    config = run.config
+    progress.part(config.label)
+
+    def report(now: Progress) -> None:
+        status = f"train {now.loss:.3f}, {now.tokens / now.seconds:,.0f} tokens/s"
+        progress.step(status)
+        if now.valid is not None:
+            progress.mark(f"valid {now.valid:.3f}, {status}")
+
+    model = build(config)
+    train(model, task, config.train, config.seed, run, device=device, report=report)
+    best = run.load("best")
+    assert best is not None
+    load_weights(model, best[0])
+    counted = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tokens": run.metrics()[-1]["tokens"],
+        "best_step": best[1]["step"],
+    }
+    run.finish({**results(model.cpu().eval(), config), **counted})
