@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -222,6 +223,73 @@ def test_large_scores(kernel: str, size: float):
     assert_close(attention(q, k, v, bias, **options), attention(q, k, v, **options), atol=1e-5, rtol=0)
 
 
+# A score and the next one below it.
+HIGH, NEXT = 1e4, 1e4 - 2**-10
+EDGES = [
+    # A margin smaller than what a score can tell apart, on either side of it.
+    ([HIGH, 9900.0], "relumax?margin=1e-4", [1, 0]),
+    ([1e8, 9.9e7], "relumax", [1, 0]),
+    ([-1e8, -1.01e8], "power?r=3&margin=1", [1, 0]),
+    ([HIGH, NEXT], "relumax?margin=1.4e-3", [1 / (2 - 2**-10 / 1.4e-3), 1 - 1 / (2 - 2**-10 / 1.4e-3)]),
+    ([HIGH, NEXT], "power?r=0&margin=6e-4", [1, 0]),
+    ([HIGH, NEXT], "exp?margin=6e-4", [1, 0]),
+    ([HIGH, NEXT], "power?r=0&margin=0.0009765625", [1 / 2, 1 / 2]),
+    ([2 * 2**-149, 0.0], f"relumax?margin={3 * 2**-149}", [3 / 4, 1 / 4]),
+    ([0.0, -1.0], "relumax?margin=1e-320", [1, 0]),
+    ([0.0, -1.0], "power?r=0&margin=1e39", [1 / 2, 1 / 2]),
+    # A key exactly at the boundary, where the reciprocal of the margin is rounded down or up.
+    *(([0.0, -n], f"relumax?margin={n}", [1, 0]) for n in (3, 5, 7, 41, 47, 55, 61, 97)),
+    (
+        [7.0, 0.0, -47.0],
+        "power?r=1.5&margin=54",
+        [1 / (1 + (47 / 54) ** 1.5), 1 - 1 / (1 + (47 / 54) ** 1.5), 0],
+    ),
+    # 1.5² makes the threshold −1/8: close to 1, far from 3e7.
+    (
+        [3e7, 1.0],
+        "power?r=0.5&radius=1.5",
+        [1 / (1 + (1.125 / 3e7) ** 0.5), 1 - 1 / (1 + (1.125 / 3e7) ** 0.5)],
+    ),
+    ([1e7], "power?r=1.5&radius=1.5", [1]),
+    ([1e30, 5e29, -1e30], "power?r=2&radius=1.5", [4 / 5, 1 / 5, 0]),
+    # As r grows, softmax under unit mass and the best alone within a margin.
+    ([1.0, 0.0], "power?r=1e40", [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))]),
+    ([1e30, -1e30], "power?r=1e300", [1, 0]),
+    ([1.0, 1.0, 0.0], "power?r=1e40&margin=2", [1 / 2, 1 / 2, 0]),
+    ([torch.inf, 0.0], "power?r=0&margin=1", [torch.nan, torch.nan]),
+    ([torch.inf, 0.0], "power?r=0&k=2", [torch.nan, torch.nan]),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("scores", "kernel", "weights"), EDGES)
+def test_a_threshold_falls_where_it_should(isa: str, scores, kernel: str, weights, dtype: torch.dtype):
+    """Within rounding of a score, at extreme sizes and exponents; what has no weight has no gradient."""
+    s = torch.tensor(scores, dtype=dtype)
+    n = len(s)
+    eye, q, expected = torch.eye(n, dtype=dtype), torch.ones(1, 1, 1, 1, dtype=dtype), torch.tensor(weights)
+    w, _, ds, _ = run(
+        lambda *x: attention(*x, kernel=kernel, scale=1.0), q, s.view(1, 1, n, 1), eye[None, None]
+    )
+    assert_close(w.flatten().double(), expected.double(), atol=1e-6, rtol=0, equal_nan=True)
+    assert not ds.flatten()[expected == 0].any()
+
+
+@pytest.mark.parametrize("limit", [2**40, 2**63 - 1])
+def test_a_window_may_have_no_end(isa: str, limit: int):
+    q, k, v = inputs(1, 1, 1, 60, 70, 8, 8, grad=False)
+    chosen = parzen.kernel("epanechnikov")
+
+    def windowed(diagonal, left, right):
+        options = {"diagonal": diagonal, "left": left, "right": right}
+        return cpu.run(Call(q, k, v, 1.0, lower(chosen, 1.0), chosen, **options))
+
+    for diagonal in (-5, 0, 10):
+        for left, right in ((limit, limit), (limit, 3), (3, limit)):
+            expected = windowed(diagonal, *(-1 if n == limit else n for n in (left, right)))
+            assert torch.equal(windowed(diagonal, left, right), expected)
+
+
 # ---- rows ----------------------------------------------------------------------------------------
 
 
@@ -252,6 +320,17 @@ def test_nan_stays_in_its_rows(kernel: str, scale: float):
     assert dq[0, 0, bad].isnan().all()
     assert torch.equal(o[0, 0, ~bad], clean[0, 0, ~bad])
     assert dq[0, 0, ~bad].isfinite().all()
+
+
+def test_a_query_of_nan_leaves_screened_rows_alone(isa: str):
+    q, k, v = (x.detach() for x in inputs(1, 1, 1, 60, 1700, 40, 16))
+    clean = run(lambda *x: attention(*x, kernel="relumax", scale=0.3), q, k, v)
+    q[0, 0, 5], q[0, 0, 7] = torch.nan, torch.inf
+    spoilt = run(lambda *x: attention(*x, kernel="relumax", scale=0.3), q, k, v)
+    others = (torch.arange(60) != 5) & (torch.arange(60) != 7)
+    for a, b in zip(spoilt[:2], clean[:2], strict=True):
+        assert a[0, 0, ~others].isnan().all()
+        assert torch.equal(a[0, 0, others], b[0, 0, others])
 
 
 def test_unseen_garbage_is_not_seen():
@@ -557,7 +636,7 @@ def test_packed_offsets_are_checked():
     q, k, v = inputs(1, 1, 1, 6, 6, 2, 2, grad=False)
     call = Call(q, k, v, 1.0, lower(parzen.kernel("biweight"), 1.0), parzen.kernel("biweight"))
     good = torch.tensor([0, 2, 6])
-    for cu, most in ((torch.tensor([0, 2, 5]), 6), (torch.tensor([0, 4, 2, 6]), 6), (good, 3)):
+    for cu, most in ((torch.tensor([0, 2, 5]), 6), (torch.tensor([0, 7, 6]), 6), (good, 3)):
         with pytest.raises(ValueError, match="cu_seq_q must ascend"):
             cpu.run_varlen(call, cu, good, most, 6)
 

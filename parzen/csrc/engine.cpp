@@ -106,7 +106,15 @@ struct Problem {
     return A.scale_at.p ? *at_query(A.scale_at, b, h, i) : (T)A.scale;
   }
   INLINE T exponent(int64_t b, int64_t h, int64_t i) const {
-    return A.r_at.p ? *at_query(A.r_at, b, h, i) : (T)A.r;
+    // Beyond this [1 + t/r]ʳ is exp t to the last bit, and r·t still finite.
+    const double r = A.r_at.p ? *at_query(A.r_at, b, h, i) : A.r, most = 1e30;
+    return (T)(r > most ? most : r);
+  }
+  INLINE T level(int64_t b, int64_t h, int64_t i) const {
+    // A margin is positive and differences with scores are finite, in T as well.
+    const double x = A.level_at.p ? *at_query(A.level_at, b, h, i) : A.level, most = MOST<T> / 4;
+    const T level = (T)(x > most ? most : x < -most ? -most : x);
+    return A.rule == MARGIN && level == 0 ? LEAST<T> : level;
   }
   INLINE T slope(int64_t b, int64_t h) const {
     return A.slopes.p ? ((T*)A.slopes.p)[b * A.slopes.b + h * A.slopes.h] : 0;
@@ -138,12 +146,13 @@ Tile<T> tile_at(const Problem<T>& P, int64_t b, int64_t h, int64_t t) {
   Tile<T> tile = {};
   tile.b = b, tile.h = h, tile.hk = h / (A.H / A.Hk), tile.i0 = t * ROWS;
   tile.n = larger(0, smaller(ROWS, P.queries(b) - tile.i0));
-  const int64_t S = P.keys(b), diagonal = P.diagonal(b);
+  const int64_t S = P.keys(b), diagonal = P.diagonal(b), far = INT64_C(1) << 62;
+  const int64_t left = smaller(A.left, far), right = smaller(A.right, far);
   int64_t lo = S, hi = 0;
   for (int64_t i = 0; i < tile.n; i++) {
     const int64_t centre = tile.i0 + i + diagonal;
-    tile.lo[i] = A.left < 0 ? 0 : smaller(S, larger(0, centre - A.left));
-    tile.hi[i] = A.right < 0 ? S : larger(tile.lo[i], smaller(S, centre + A.right + 1));
+    tile.lo[i] = left < 0 ? 0 : smaller(S, larger(0, centre - left));
+    tile.hi[i] = right < 0 ? S : larger(tile.lo[i], smaller(S, centre + right + 1));
     if (tile.hi[i] > tile.lo[i]) lo = smaller(lo, tile.lo[i]), hi = larger(hi, tile.hi[i]);
     tile.span += tile.hi[i] - tile.lo[i];
     tile.scale[i] = P.scale(b, h, tile.i0 + i);
@@ -329,7 +338,7 @@ void start_rows(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& scr
   for (int64_t i = 0; i < tile.n; i++) {
     Row<T>& row = scratch.row[i];
     row.r = P.exponent(tile.b, tile.h, tile.i0 + i);
-    row.level = A.level_at.p ? *P.at_query(A.level_at, tile.b, tile.h, tile.i0 + i) : (T)A.level;
+    row.level = P.level(tile.b, tile.h, tile.i0 + i);
     row.score = scratch.score + i * P.list_stride;
     row.weight = scratch.weight + i * P.list_stride;
     row.index = scratch.index + i * P.list_stride;
@@ -352,9 +361,21 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
   const Args& A = P.A;
   CodedQueries<ROWS> queries = {};
   memset(scratch.query_codes, 0, ROWS * A.E);
-  for (int64_t i = 0; i < tile.n; i++)
+  // Queries that are not finite go by themselves: the others keep their bits.
+  uint64_t screened = 0;
+  static_assert(ROWS <= 64, "a bit for each query");
+  for (int64_t i = 0; i < tile.n; i++) {
+    if (!finite(scratch.queries + i * A.E, A.E)) continue;
     if (!code_query(scratch.queries + i * A.E, A.E, scratch.query_codes + i * A.E, queries, i)) return false;
+    screened |= 1ull << i;
+  }
   const T* keys = P.at_key(A.k, tile.b, tile.hk, 0);
+  auto candidate = [&](Row<T>& row, T score, int32_t key) {
+    row.score[row.n] = score;
+    row.index[row.n] = key;
+    row.n += !(score <= row.cut);
+    if (score > row.m) best<K, T>(A, row, score);
+  };
   float cut[ROWS] = {};
   for (int64_t i = 0; i < tile.n; i++) cut[i] = scratch.row[i].cut;
   int64_t budget = SCREEN_FREE<K> * tile.n;
@@ -373,7 +394,7 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
       for (int64_t g = 0; g < tile.n; g += MR)
         screen_block<true>(scratch.query_codes + g * A.E, codes, A.E, queries.offset + g, limit + g, hits + g, top + g);
       for (int64_t i = 0; i < tile.n; i++)
-        if (tile.lo[i] <= j0 && tile.hi[i] >= j0 + BLOCK) {
+        if (screened >> i & 1 && tile.lo[i] <= j0 && tile.hi[i] >= j0 + BLOCK) {
           const float product = (float)top[i] / queries.inverse[i] * bound.step;
           reached<K, T>(A, scratch.row[i], product - fabsf(product) * 1e-6f - slack_of(queries, bound, A.E, i));
           cut[i] = scratch.row[i].cut;
@@ -388,6 +409,7 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
         uint64_t bits = bound.step == 0 ? ~0ull : hits[i];
         if (lo > 0) bits = lo < BLOCK ? bits >> lo << lo : 0;
         if (hi < BLOCK) bits = hi > 0 ? bits & (~0ull >> (BLOCK - hi)) : 0;
+        if (!(screened >> i & 1)) bits = 0;
         hits[i] = bits;
         for (; bits; bits &= bits - 1, found++) {
           which[found] = (int32_t)i;
@@ -401,13 +423,7 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
     if (budget < 0) return false;
     for (int64_t l = 0; l < found; l++)
       score[l] = dot(scratch.queries + which[l] * A.E, keys + key[l] * A.k.i, A.E);
-    for (int64_t l = 0; l < found; l++) {
-      Row<T>& row = scratch.row[which[l]];
-      row.score[row.n] = score[l];
-      row.index[row.n] = key[l];
-      row.n += !(score[l] <= row.cut);
-      if (score[l] > row.m) best<K, T>(A, row, score[l]);
-    }
+    for (int64_t l = 0; l < found; l++) candidate(scratch.row[which[l]], score[l], key[l]);
     for (int64_t i = 0; i < tile.n; i++) {
       if (!hits[i]) continue;
       Row<T>& row = scratch.row[i];
@@ -415,6 +431,10 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
       cut[i] = row.cut;
     }
   }
+  for (int64_t i = 0; i < tile.n; i++)
+    if (!(screened >> i & 1))
+      for (int64_t j = tile.lo[i]; j < tile.hi[i]; j++)
+        candidate(scratch.row[i], dot(scratch.queries + i * A.E, keys + j * A.k.i, A.E), (int32_t)j);
   return true;
 }
 
@@ -692,7 +712,7 @@ void queries_sparse(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>
     T *s = scratch.strip_s, *a = scratch.a, *dw = scratch.dw, *p = P.list_p + offset, *ds = P.list_ds + offset;
     offset += n;
     const Stats<T>& stats = ((const Stats<T>*)A.stats)[row];
-    const Shape<K, T> shape(stats, P.exponent(tile.b, tile.h, tile.i0 + i));
+    const Shape<K, T> shape(stats, P.exponent(tile.b, tile.h, tile.i0 + i), unit_mass);
     memcpy(s, (const T*)A.score + (p - P.list_p), n * sizeof(T));
     store(s + n, splat<T>(-INFINITY));
     dots(dw, P.at_query(A.dout, tile.b, tile.h, tile.i0 + i), index, n, P.at_key(A.v, tile.b, tile.hk, 0), A.v.i, A.D);
@@ -785,7 +805,8 @@ void queries_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>&
              scratch.block_p, BLOCK);
       for (int64_t i = g; i < smaller(g + MR, tile.n); i++) {
         const int64_t row = tile.row0 + i;
-        const Shape<K, T> shape(((const Stats<T>*)A.stats)[row], P.exponent(tile.b, tile.h, tile.i0 + i));
+        const Stats<T>& stats = ((const Stats<T>*)A.stats)[row];
+        const Shape<K, T> shape(stats, P.exponent(tile.b, tile.h, tile.i0 + i), unit_mass);
         T *dw = scratch.block_p + (i - g) * BLOCK, *strip = scratch.p + i * ld + column;
         if (A.dropout > 0) {
           const uint32_t key = dropout.row(row);
@@ -975,7 +996,7 @@ void keys_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& sc
       for (int64_t i = 0; i < rows; i++) {
         const int64_t row = tile.row0 + g + i;
         const Stats<T>& stats = ((const Stats<T>*)A.stats)[row];
-        const Shape<K, T> shape(stats, P.exponent(tile.b, tile.h, tile.i0 + g + i));
+        const Shape<K, T> shape(stats, P.exponent(tile.b, tile.h, tile.i0 + g + i), A.rule == UNIT_MASS);
         const V<T> mu = splat(P.mu[row]), tie = splat(A.rule == MARGIN ? P.tie[row] : 0), m = splat(stats.m);
         const uint32_t key = dropout.row(row);
         if (A.dropout > 0)

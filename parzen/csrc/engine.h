@@ -29,7 +29,7 @@ struct Args {
   View q, k, v, o, mask, bias;
   View slopes, scale_at, level_at, r_at;  // j is unused
   // What forward leaves for backward; stats is null when nothing is to be saved.
-  void* stats;      // (H rows…, 5): m, σ, c, 1/Z, cut
+  void* stats;      // (H rows…, 5): what turns a score into its weight
   int64_t* where;   // at the first row of a tile: its offset in index/score, or -1 for a dense tile
   int32_t* count;   // per row: its support size
   int32_t* index;

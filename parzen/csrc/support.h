@@ -10,32 +10,55 @@ namespace {
 
 enum Kind { GAUSS, POWER_0, POWER_1, POWER_2, POWER_3, POWER_ANY };
 
-// What a row needs to turn a score s into its weight. With y = 1 + (s − m − σ)·c, m the best score:
-// unit mass has θ = m + σ − r and c = 1/r; the other powers have σ = 0 and c = 1/(m − θ), so that y is
-// (s − θ)/(m − θ), at most 1. φ = yʳ, or exp(s − m). Differences are taken from m first: scores of
-// 1e4 lose nothing, and log1p(y − 1) keeps α near 1 exact.
+template <class T>
+constexpr T EPSILON = sizeof(T) == 4 ? T(1.1920929e-7) : T(2.220446049250313e-16);
+template <class T>
+constexpr T MOST = sizeof(T) == 4 ? T(3.4028234663852886e38) : T(1.7976931348623157e308);
+template <class T>
+constexpr T LEAST = sizeof(T) == 4 ? T(1.401298464324817e-45) : T(4.9406564584124654e-324);
+
+// What a row needs to turn a score s into its weight, from t = (s − from) − shift:
+//
+//   unit mass          t = (s − m) − σ       y = 1 + t/r          width = r
+//   margin b           t = (s − m) + b       y = t/b              width = b
+//   radius             t = s − θ             y = t/(m − θ)        width = m − θ
+//   k nearest          t = s − kth
+//
+// m is the best score. φ = yʳ on y > 0, or exp(s − m) and 1 on t ≥ 0. Differences are taken from m first:
+// scores of 1e4 lose nothing, and log1p(y − 1) keeps α near 1 exact. A difference has the sign of its
+// comparison, so that t decides what the threshold decides, ties included; y is at most 1, so that no power
+// overflows.
 template <class T>
 struct Stats {
-  T m, sigma, c, inverse, cut;
+  T m, from, shift, width, inverse;
 };
-
-
 
 template <Kind K, class T>
 struct Shape {
   static constexpr bool closed = K == GAUSS || K == POWER_0;
-  V<T> m, sigma, c, inverse, cut, r;
+  const bool unit_mass;
+  V<T> m, from, shift, width, c, one, inverse, r;
 
-  INLINE Shape(const Stats<T>& s, T exponent)
-      : m(splat(s.m)), sigma(splat(s.sigma)), c(splat(s.c)), inverse(splat(s.inverse)), cut(splat(s.cut)),
-        r(splat(exponent)) {}
+  INLINE Shape(const Stats<T>& s, T exponent, bool is_unit_mass)
+      : unit_mass(is_unit_mass), m(splat(s.m)), from(splat(s.from)), shift(splat(s.shift)), width(splat(s.width)),
+        c(splat(1 / s.width > MOST<T> ? MOST<T> : 1 / s.width)), one(splat(T(is_unit_mass))),
+        inverse(splat(s.inverse)), r(splat(exponent)) {}
 
-  INLINE V<T> u(V<T> s) const { return ((s - m) - sigma) * c; }
-  INLINE V<T> y(V<T> s) const { return fma<T>((s - m) - sigma, c, splat<T>(1)); }
+  INLINE V<T> t(V<T> s) const { return (s - from) - shift; }
+  INLINE V<T> y(V<T> s) const {
+    if constexpr (K != POWER_ANY) return fma<T>(t(s), c, one);
+    // With any exponent y is 1 for the best to the bit, and under unit mass what log_y makes of y − 1.
+    else return unit_mass ? 1 + t(s) / width : t(s) / width;
+  }
+  // Near 1 from y − 1, near 0 from y: each is exact there.
+  INLINE V<T> log_y(V<T> s, V<T> y) const {
+    const V<T> u = (unit_mass ? t(s) : s - m) / width;
+    return logarithm<T>(y) + select<T>(y > T(0.5), u - (y - 1), V<T>{}) / y;
+  }
 
   // Whether a score belongs to the support; a NaN does.
   INLINE I<T> on(V<T> s) const {
-    if constexpr (closed) return ~(s <= cut);
+    if constexpr (closed) return ~(t(s) < 0);
     else return ~(y(s) <= 0);
   }
   // φ of a score known to be on the support, and φ'·r·c for powers, φ itself for exp.
@@ -43,7 +66,9 @@ struct Shape {
     if constexpr (K == GAUSS) {
       phi = slope = exponential(s - m);
     } else if constexpr (K == POWER_0) {
-      phi = select<T>(s == s, V<T>{} + 1, s);
+      // A NaN, or +∞ for the best, must reach the output.
+      const V<T> z = s - m;
+      phi = select<T>(z == z, V<T>{} + 1, z);
       slope = V<T>{};
     } else {
       const V<T> y = this->y(s);
@@ -57,7 +82,7 @@ struct Shape {
         slope = 3 * c * (y * y);
         phi = y * y * y;
       } else {
-        phi = exponential(r * log_one_plus<T>(u(s)));
+        phi = exponential(r * log_y(s, y));
         // A NaN must survive the bit tricks of log and exp.
         phi = select<T>(y == y, phi, y);
         slope = r * c * (phi / y);
@@ -79,7 +104,7 @@ struct Shape {
   }
   // y-derivative factor of r: p·(log y − 1 + 1/y); the bracket is u²/2 − 2u³/3 + … near u = 0.
   INLINE V<T> exponent_factor(V<T> s, V<T> p) const {
-    const V<T> z = u(s), exact = log_one_plus<T>(z) - z / (1 + z);
+    const V<T> z = t(s) / width, exact = log_one_plus<T>(z) - z / (1 + z);
     V<T> series = V<T>{};
     constexpr int terms = sizeof(T) == 4 ? 9 : 17;
     for (int n = terms; n >= 2; n--) series = series * z + (n % 2 ? -1 : 1) * T(n - 1) / n;
@@ -93,8 +118,6 @@ template <class T>
 INLINE T below(T x) {
   return x == -INFINITY ? x : (T)(sizeof(T) == 4 ? nextafterf((float)x, -INFINITY) : nextafter((double)x, -INFINITY));
 }
-template <class T>
-constexpr T EPSILON = sizeof(T) == 4 ? T(1.1920929e-7) : T(2.220446049250313e-16);
 
 // The lists may be read up to the end of their last vector.
 template <class T>
@@ -129,7 +152,8 @@ INLINE T last_step(T r) {
 // y^r and y^{r−1} at z = s − m − σ, zero where y ≤ 0.
 template <Kind K, class T>
 INLINE void rise(V<T> z, V<T> r, V<T> c, V<T>& mass, V<T>& slope) {
-  V<T> y = fma<T>(z, c, splat<T>(1));
+  const V<T> u = z / r;
+  V<T> y = K == POWER_ANY ? 1 + u : fma<T>(z, c, splat<T>(1));
   const I<T> inside = y > 0;
   y = select<T>(inside, y, V<T>{});
   if constexpr (K == POWER_1) {
@@ -143,7 +167,7 @@ INLINE void rise(V<T> z, V<T> r, V<T> c, V<T>& mass, V<T>& slope) {
     slope += y2;
     mass += y2 * y;
   } else {
-    const V<T> phi = exponential(r * log_one_plus<T>(z * c));
+    const V<T> phi = exponential(r * log_one_plus<T>(u));
     mass += select<T>(inside, phi, V<T>{});
     slope += select<T>(inside, phi / y, V<T>{});
   }
@@ -293,10 +317,15 @@ INLINE T cut_at(T threshold) {
   return Shape<K, T>::closed ? below(threshold) : threshold;
 }
 
-// θ is known up to rounding only; a bound must not exceed it.
+// θ is known up to rounding only, and t is rounded as well; a bound must not exceed either. Numbers so small
+// that the products vanish are subtracted without rounding.
 template <class T>
 INLINE T unit_mass_cut(T m, T sigma, T r) {
-  return (m + (sigma - r)) - 2 * EPSILON<T> * ((m < 0 ? -m : m) + r);
+  return (m + (sigma - r)) - 4 * EPSILON<T> * ((m < 0 ? -m : m) + r);
+}
+template <class T>
+INLINE T margin_cut(T m, T level) {
+  return (m - level) - (2 * EPSILON<T> * ((m < 0 ? -m : m) + level) + LEAST<T>);
 }
 
 template <Kind K, class T>
@@ -313,7 +342,7 @@ void start(const Args& A, Row<T>& row, int64_t keys) {
 template <Kind K, class T>
 INLINE void reached(const Args& A, Row<T>& row, T m) {
   const T bound = A.rule == UNIT_MASS ? unit_mass_cut<T>(m, 0, row.r)
-                  : A.rule == MARGIN  ? cut_at<K, T>(m - row.level)
+                  : A.rule == MARGIN  ? margin_cut<T>(m, row.level)
                                       : -(T)INFINITY;
   // A margin of NaN must reach the output.
   if (!(bound <= row.cut)) row.cut = bound;
@@ -407,24 +436,25 @@ void unit_mass(Row<T>* rows, int64_t n, T* sigma) {
 template <Kind K, class T>
 Stats<T> finish(const Args& A, Row<T>& row, T sigma) {
   // Nothing allowed, or nothing within the radius: weights 0 for every score, never NaN.
-  constexpr Stats<T> nothing = {(T)INFINITY, 0, 1, 0, (T)INFINITY};
+  constexpr Stats<T> nothing = {(T)INFINITY, (T)INFINITY, 0, 1, 0};
   if (row.n == 0) return nothing;
-  Stats<T> s = {row.m, 0, 1, 1, row.cut};
-  if (A.rule == NEAREST && row.n >= A.nearest) {
-    row.cut = s.cut = below(nearest(row.score, row.n, A.nearest, (int64_t)0, row.m));
-    drop(row);
+  // Everything but −∞.
+  Stats<T> s = {row.m, 0, -MOST<T>, 1, 1};
+  const bool unit_mass = K >= POWER_1 && A.rule == UNIT_MASS;
+  if (unit_mass) {
+    s = {row.m, row.m, sigma, row.r, 1};
   } else if (A.rule == MARGIN) {
+    s = {row.m, row.m, -row.level, row.level, 1};
+  } else if (A.rule == THRESHOLD) {
+    s = {row.m, row.level, 0, row.m - row.level, 1};
+  } else if (A.rule == NEAREST && row.n >= A.nearest) {
+    s.from = nearest(row.score, row.n, A.nearest, (int64_t)0, row.m), s.shift = 0;
+    row.cut = below(s.from);
     drop(row);
   }
-  if constexpr (K >= POWER_1) {
-    if (A.rule == UNIT_MASS) {
-      s.sigma = sigma;
-      s.c = 1 / row.r;
-    } else {
-      s.c = 1 / (A.rule == MARGIN ? row.level : row.m - row.level);
-    }
-  }
-  const Shape<K, T> shape(s, row.r);
+  const Shape<K, T> shape(s, row.r, unit_mass);
+  // Candidates are a superset of the support of powers and margins; the other lists are exact.
+  const bool exact = K <= POWER_0 && A.rule != MARGIN;
   V<T> total = {};
   int64_t kept = 0;
   for (int64_t l = 0; l < row.n; l += LANES<T>) {
@@ -438,14 +468,14 @@ Stats<T> finish(const Args& A, Row<T>& row, T sigma) {
     }
     phi = select<T>(on, phi, V<T>{});
     total += phi;
-    if (K >= POWER_1) {
+    if (exact) {
+      store(row.weight + l, phi);
+    } else {
       compress(phi, bits, row.weight + kept);
       kept = keep(row.score, row.index, l, bits, kept);
-    } else {
-      store(row.weight + l, phi);
     }
   }
-  if (K >= POWER_1) row.n = kept;
+  if (!exact) row.n = kept;
   if (row.n == 0) return nothing;
   s.inverse = 1 / sum<T>(total);
   return s;
