@@ -290,6 +290,21 @@ def test_a_window_may_have_no_end(isa: str, limit: int):
             assert torch.equal(windowed(diagonal, left, right), expected)
 
 
+@pytest.mark.parametrize("size", [2.0**n for n in (-100, -70, -42, 42, 100)])
+@pytest.mark.parametrize(
+    ("kernel", "keys"), [("relumax?margin={}", 1700), ("power?r=0&k=9", 6300), ("power?r=0&margin={}", 6300)]
+)
+def test_screening_knows_no_size(isa: str, kernel: str, keys: int, size: float):
+    q, k, v = inputs(1, 1, 1, 20, keys, 40, 8, grad=False)
+
+    def f(size, *x):
+        return attention(*x, kernel=kernel.format(4 * size), scale=1.0)
+
+    expected = f(1, q, k, v)
+    for x, y in ((size * q, k), (q, size * k)):
+        assert_close(f(size, x, y, v), expected, rtol=0, atol=1e-5)
+
+
 # ---- rows ----------------------------------------------------------------------------------------
 
 

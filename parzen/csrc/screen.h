@@ -19,7 +19,7 @@ constexpr bool SCREENS = false;
 #endif
 
 // One block of keys: k̂ = step·code, the largest ‖k − k̂‖ and the largest ‖k̂‖. step 0: a key is not
-// finite, nothing may be left out.
+// finite, or too small or large for the squares in its norms; nothing may be left out.
 struct Bound {
   float step, error, size;
 };
@@ -44,6 +44,10 @@ INLINE float quantise(const float* x, int64_t E, float step, int8_t* code, float
   return sqrtf(error) * (1 + 1e-4f);
 }
 
+// Whether vectors whose largest coordinate is `top` can be coded; the codes of zeros are exact.
+INLINE bool codable(float top) { return top == 0 || (top > 1e-12f && top < 1e18f); }
+INLINE float step_of(float top) { return top > 0 ? top / 127 : 1; }
+
 INLINE float largest_size(const float* x, int64_t E) {
   V<float> top = {};
   for (int64_t e = 0; e < E; e += LANES<float>) {
@@ -64,8 +68,8 @@ inline void code_keys(const float* x, int64_t ld, int64_t n, int64_t E, uint8_t*
       top = size > top ? size : top;
     }
     *bounds = {0, 0, 0};
-    if (!finite_rows(x + first * ld, ld, keys, E) || !(top < 1e30f)) continue;
-    const float step = top > 1e-30f ? top / 127 : 1;
+    if (!finite_rows(x + first * ld, ld, keys, E) || !codable(top)) continue;
+    const float step = step_of(top);
     for (int64_t j = 0; j < keys; j++) {
       float size;
       const float error = quantise(x + (first + j) * ld, E, step, row, size);
@@ -89,12 +93,12 @@ struct CodedQueries {
   int32_t offset[N];  // −128·Σ code: undoes the shift of the keys
 };
 
-// False where a query is not finite.
+// False where a query is not finite or not codable.
 template <int N>
 bool code_query(const float* x, int64_t E, int8_t* codes, CodedQueries<N>& q, int64_t i) {
   const float top = largest_size(x, E);
-  if (!finite(x, E) || !(top < 1e30f)) return false;
-  const float step = top > 1e-30f ? top / 127 : 1;
+  if (!finite(x, E) || !codable(top)) return false;
+  const float step = step_of(top);
   float coded;
   q.inverse[i] = 1 / step;
   q.error[i] = quantise(x, E, step, codes, coded);
