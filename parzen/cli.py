@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ import parzen
 from parzen.kernels import KERNELS, Exp, kernel
 from parzen.lab.console import show_table
 from parzen.lab.errors import UserError
+from parzen.nn import BANDWIDTHS, POSITIONS
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -79,6 +81,7 @@ def _command(commands: Commands[Parser], name: str, run: Run, about: str) -> Par
 
 
 MODELS = ("mosaic", "transformer", "s4", "h3", "retnet", "gla", "mamba")
+LENGTH_TASKS = ("sort", "reverse", "copy", "mqmtar")
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -86,15 +89,17 @@ SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def _add_kernels(commands: Commands[Parser]) -> None:
     command = _command(commands, "kernels", _kernels, "print the table of kernels, or draw it")
-    command.add_argument("--figure", metavar="FILE", help="draw the kernels into FILE (.png or .svg)")
+    command.add_argument(
+        "--figure", type=_path, metavar="FILE", help="draw the kernels into FILE (.png or .svg)"
+    )
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
-    if arguments.figure:
+    if arguments.figure is not None:
         figures = import_module("parzen.lab.figures")
         files = import_module("parzen.lab.files")
-        form = figures.file_format(arguments.figure)
-        files.write_whole(Path(arguments.figure), figures.kernels_figure(form))
+        form = figures.file_format(str(arguments.figure))
+        files.write_whole(arguments.figure, figures.kernels_figure(form))
         print(f"saved {arguments.figure}")
         return 0
     headers = ("name", "aliases", "statistical name", "ML name", "profile", "rule", "parameters", "source")
@@ -125,20 +130,40 @@ def _add_demo(commands: Commands[Parser]) -> None:
     command = _command(
         commands, "demo", _demo, "train a small Memory Mosaic with several kernels on the same stories"
     )
-    command.add_argument("--data", type=Path, metavar="FILE", help="stories: JSON lines or text, .xz/.gz too")
-    command.add_argument("--valid", type=Path, metavar="FILE", help="validation stories (default: last 6 %%)")
-    command.add_argument("--to", type=Path, metavar="DIR", help="where results go (default: runs/demo)")
-    command.add_argument("--kernels", type=_kernel_names, metavar="A,B", help="default: four of the table")
-    command.add_argument("--minutes", type=_positive, help="about how long, in all (default: 4)")
-    command.add_argument("--steps", type=_whole(1), help="training steps per kernel, instead of --minutes")
     command.add_argument(
-        "--seed", type=_whole(0), help="of weights, batches and built-in stories (default: 0)"
+        "--data", type=_path, metavar="FILE", help="stories: JSON lines or text, .xz/.gz too"
+    )
+    command.add_argument(
+        "--valid", type=_path, metavar="FILE", help="validation stories (default: last 6 %%)"
+    )
+    command.add_argument(
+        "--to",
+        type=_path,
+        metavar="DIR",
+        default=Path("runs/demo"),
+        help="default: runs/demo",
+    )
+    command.add_argument("--kernels", type=_kernel_names, metavar="A,B", help="default: four of the table")
+    amount = command.add_mutually_exclusive_group()
+    amount.add_argument("--minutes", type=_positive, help="about how long, in all (default: 4)")
+    amount.add_argument(
+        "--tokens", type=_whole(1), help="training tokens of each kernel, instead of --minutes"
+    )
+    command.add_argument(
+        "--seed",
+        dest="seeds",
+        type=_whole(0),
+        nargs=1,
+        metavar="S",
+        help="of weights and batches (default: 0)",
     )
 
 
 def _demo(arguments: argparse.Namespace) -> int:
     demo = import_module("parzen.lab.demo")
-    return int(demo.run(demo.DemoConfig(**_given(arguments))))
+    given = _given(arguments, "to")
+    minutes = None if "tokens" in given else demo.SIZE.minutes
+    return int(demo.run(replace(demo.SIZE, **{"minutes": minutes, **given}), arguments.to))
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -165,13 +190,15 @@ def _add_train(commands: Commands[Parser]) -> None:
 
 
 def _add_training(command: Parser) -> None:
-    command.add_argument("--data", type=Path, metavar="PATH", help="stories (default: the built-in ones)")
-    command.add_argument("--valid", type=Path, metavar="PATH", help="validation stories (default: last 6 %%)")
+    command.add_argument("--data", type=_path, metavar="PATH", help="stories (default: the built-in ones)")
     command.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="vocab.json and merges.txt in a folder"
+        "--valid", type=_path, metavar="PATH", help="validation stories (default: last 6 %%)"
     )
     command.add_argument(
-        "--runs", type=Path, metavar="DIR", help="folder of run folders (default: runs/stories)"
+        "--tokenizer", type=_path, metavar="PATH", help="vocab.json and merges.txt in a folder"
+    )
+    command.add_argument(
+        "--runs", type=_path, metavar="DIR", help="folder of run folders (default: runs/stories)"
     )
     amount = command.add_mutually_exclusive_group()
     amount.add_argument("--tokens", type=_whole(1), help="training tokens of each run (default: 2200000)")
@@ -206,7 +233,7 @@ def _add_regbench(commands: Commands[Parser]) -> None:
     command.add_argument("--states", type=_whole(2), help="of every automaton (default: 4 to 12)")
     command.add_argument("--letters", type=_whole(1), help="of every automaton (default: 4 to 18)")
     command.add_argument(
-        "--runs", type=Path, metavar="DIR", help="folder of run folders (default: runs/regbench)"
+        "--runs", type=_path, metavar="DIR", help="folder of run folders (default: runs/regbench)"
     )
     command.add_argument("--device", help="cpu (default), cuda, …")
 
@@ -216,6 +243,53 @@ def _regbench(arguments: argparse.Namespace) -> int:
     return int(regbench.run(regbench.Experiment(**_given(arguments))))
 
 
+def _add_length(commands: Commands[Parser]) -> None:
+    command = _command(
+        commands, "length", _length, "learn a task on short sources, and test it on longer and longer ones"
+    )
+    command.add_argument("--task", choices=LENGTH_TASKS, required=True, help="what is learned")
+    command.add_argument(
+        "--models", type=_names(MODELS[:2]), metavar="A,B", help="mosaic (default), transformer"
+    )
+    command.add_argument(
+        "--kernels",
+        type=_kernel_names,
+        metavar="A,B",
+        help="default: eight of the table for mosaics; for Transformers without --bandwidths, softmax with "
+        "fixed and ssmax, 1.5-entmax with fixed and asentmax",
+    )
+    command.add_argument(
+        "--bandwidths",
+        type=_names(("published", *BANDWIDTHS)),
+        metavar="A,B",
+        help=f"published (mosaics only), {', '.join(BANDWIDTHS)}",
+    )
+    command.add_argument(
+        "--positions",
+        type=_names(("learned", *POSITIONS)),
+        metavar="A,B",
+        help=f"of Transformers: learned, {', '.join(POSITIONS)} (default: nape)",
+    )
+    command.add_argument(
+        "--lengths", type=_lengths, metavar="N,M", help="source lengths of the tests (default: the scale's)"
+    )
+    command.add_argument("--scale", choices=("tiny", "small", "paper"), help="default: small")
+    command.add_argument("--seeds", type=_whole(0), nargs="+", metavar="S", help="default: 0")
+    amount = command.add_mutually_exclusive_group()
+    amount.add_argument("--tokens", type=_whole(1), help="training tokens of each run (default: the scale's)")
+    amount.add_argument("--steps", type=_whole(1), help="training steps of each run, instead of --tokens")
+    command.add_argument("--lr", type=_positive, help="peak learning rate (default: that of the scale)")
+    command.add_argument(
+        "--runs", type=_path, metavar="DIR", help="folder of run folders (default: runs/length/TASK)"
+    )
+    command.add_argument("--device", help="cpu (default), cuda, …")
+
+
+def _length(arguments: argparse.Namespace) -> int:
+    length = import_module("parzen.lab.experiments.length")
+    return int(length.run(length.Experiment(**_given(arguments))))
+
+
 def _given(arguments: argparse.Namespace, *apart: str) -> dict[str, Any]:
     """The options that were given; the others keep the defaults of the config."""
     return {k: v for k, v in vars(arguments).items() if v is not None and k not in ("run", *apart)}
@@ -223,9 +297,9 @@ def _given(arguments: argparse.Namespace, *apart: str) -> dict[str, Any]:
 
 def _add_evaluate(commands: Commands[Parser]) -> None:
     command = _command(commands, "evaluate", _evaluate, "say what a trained run achieves and its kernel does")
-    command.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
-    command.add_argument("--valid", type=Path, metavar="PATH", help="another text (default: the run's own)")
-    command.add_argument("--to", type=Path, metavar="FILE", help="save everything as JSON")
+    command.add_argument("folder", type=_path, metavar="RUN", help="the folder of a run")
+    command.add_argument("--valid", type=_path, metavar="PATH", help="another text (default: the run's own)")
+    command.add_argument("--to", type=_path, metavar="FILE", help="save everything as JSON")
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -235,7 +309,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _add_generate(commands: Commands[Parser]) -> None:
     command = _command(commands, "generate", _generate, "write on from a prompt with a trained run")
-    command.add_argument("folder", type=Path, metavar="RUN", help="the folder of a run")
+    command.add_argument("folder", type=_path, metavar="RUN", help="the folder of a run")
     command.add_argument("--prompt", default="Once upon a time", help="how it begins")
     command.add_argument("--tokens", type=_whole(1), default=100, help="at most (default: 100)")
     command.add_argument("--temperature", type=_positive, default=0.8, help="default: 0.8")
@@ -260,9 +334,9 @@ def _generate(arguments: argparse.Namespace) -> int:
 def _add_report(commands: Commands[Parser]) -> None:
     command = _command(commands, "report", _report, "tables, figures and one page from run folders")
     command.add_argument(
-        "places", type=Path, nargs="*", metavar="RUNS", help="run folders, or folders of them"
+        "places", type=_path, nargs="*", metavar="RUNS", help="run folders, or folders of them"
     )
-    command.add_argument("--to", type=Path, metavar="DIR", help="where the report goes")
+    command.add_argument("--to", type=_path, metavar="DIR", help="where the report goes")
     command.add_argument(
         "--ledger", action="store_true", help="instead: docs/results.md from the committed results"
     )
@@ -286,7 +360,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _add_data(commands: Commands[Parser]) -> None:
     command = _command(commands, "data", _data, "download a published set of stories, resumed and verified")
     command.add_argument("name", choices=("babistories", "tinystories"), help="which one")
-    command.add_argument("--to", type=Path, metavar="DIR", required=True, help="the folder for its files")
+    command.add_argument("--to", type=_path, metavar="DIR", required=True, help="the folder for its files")
 
 
 def _data(arguments: argparse.Namespace) -> int:
@@ -308,7 +382,7 @@ def _add_bench(commands: Commands[Parser]) -> None:
     command.add_argument("--threads", type=_whole(1), help="default: all cores")
     command.add_argument("--long", action="store_true", help="also one head of 131072 keys")
     command.add_argument(
-        "--out", type=Path, metavar="DIR", help="save attention.md and attention.jsonl there"
+        "--out", type=_path, metavar="DIR", help="save attention.md and attention.jsonl there"
     )
 
 
@@ -341,6 +415,7 @@ COMMANDS = (
     _add_train,
     _add_compare,
     _add_regbench,
+    _add_length,
     _add_evaluate,
     _add_generate,
     _add_report,
@@ -350,6 +425,12 @@ COMMANDS = (
 )
 
 # ---- arguments -----------------------------------------------------------------------------------
+
+
+def _path(text: str) -> Path:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("expected a path, got an empty text")
+    return Path(text)
 
 
 def _positive(text: str) -> float:
@@ -390,12 +471,11 @@ def _names(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 def _kernel_names(text: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        try:
-            kernel(name)
-        except (ValueError, TypeError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-    if len(set(names)) < len(names):
+    try:
+        kernels = {kernel(name) for name in names}
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if len(kernels) < len(names):
         raise argparse.ArgumentTypeError(f"a kernel is named twice in {text!r}")
     return names
 

@@ -54,8 +54,8 @@ def test_info_and_version(capsys):
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         (["kernels", "--colour"], "unrecognized arguments: --colour"),
         (["kernels", "--figure", "a.pdf"], "written as .png or .svg, got 'a.pdf'"),
-        (["demo", "--steps", "0"], "whole number ≥ 1, got '0'"),
-        (["demo", "--steps", "1.5"], "whole number ≥ 1, got '1.5'"),
+        (["demo", "--tokens", "0"], "whole number ≥ 1, got '0'"),
+        (["demo", "--tokens", "1.5"], "whole number ≥ 1, got '1.5'"),
         (["demo", "--minutes", "nan"], "number > 0, got 'nan'"),
         (["demo", "--minutes", "-1"], "number > 0, got '-1'"),
         (["demo", "--minutes", "soon"], "number > 0, got 'soon'"),
@@ -63,7 +63,11 @@ def test_info_and_version(capsys):
         (["demo", "--kernels", "gaussian,foo"], "unknown kernel 'foo'; known: gaussian"),
         (["demo", "--kernels", "relumax?margin=-1"], "margin must be"),
         (["demo", "--kernels", "biweight,biweight"], "named twice"),
+        (["demo", "--kernels", "softmax,gaussian"], "named twice"),
         (["demo", "--kernels", ""], "unknown kernel ''"),
+        (["demo", "--tokens", "9", "--minutes", "1"], "not allowed with argument"),
+        (["demo", "--data", ""], "expected a path, got an empty text"),
+        (["kernels", "--figure", ""], "expected a path, got an empty text"),
     ],
 )
 def test_a_mistake_gets_one_line(capsys, argv, message):

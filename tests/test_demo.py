@@ -3,22 +3,22 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
 from parzen.cli import main
-from parzen.lab import demo, evaluate
+from parzen.lab import compare, demo, evaluate, sweep
 from parzen.lab.console import duration, markdown_table, progress, show_table
-from parzen.lab.errors import UserError
+from parzen.lab.runs import find_runs
 from parzen.lab.tasks.stories import IGNORED, generated_stories
 from parzen.models.mosaic import Mosaic, MosaicConfig
 
@@ -37,7 +37,14 @@ def text(tmp_path_factory):
     return path
 
 
-TOY = demo.DemoConfig(vocab=300, context=16, batch=2, layers=1, heads=2, width=8, slots=4, curve=3, sample=5)
+TOY = replace(
+    demo.SIZE, vocab=300, context=16, batch=2, layers=(1,), heads=2, width=8, slots=4, curve=3, sample=5
+)
+
+
+def found(to):
+    """The runs that a demo left in ``to``, by kernel."""
+    return {r.config.model.kernel: r for r in find_runs([to / "runs"])}
 
 
 # ---- end to end ----------------------------------------------------------------------------------
@@ -45,62 +52,51 @@ TOY = demo.DemoConfig(vocab=300, context=16, batch=2, layers=1, heads=2, width=8
 
 def test_the_command(text, tmp_path, capsys):
     to = tmp_path / "new" / "run"
-    kernels = [*demo.KERNELS, "relumax?margin=2"]
-    assert (
-        main(["demo", "--data", str(text), "--steps", "3", "--kernels", ",".join(kernels), "--to", str(to)])
-        == 0
-    )
-    assert sorted(p.name for p in to.iterdir()) == ["config.json", "loss.png", "results.json", "results.md"]
+    kernels = [*demo.SIZE.kernels, "relumax?margin=2"]
+    chosen = ["--tokens", "1500", "--kernels", ",".join(kernels)]
+    assert main(["demo", "--data", str(text), *chosen, "--to", str(to)]) == 0
+    assert {"index.html", "table.md", "loss.png", "summary.json", "runs"} <= {p.name for p in to.iterdir()}
     assert (to / "loss.png").read_bytes().startswith(b"\x89PNG")
-    record = json.loads((to / "results.json").read_text())
-    rows = {row["kernel"]: row for row in record["kernels"]}
-    assert [*rows] == kernels
-    tokens = 3 * 4 * 128
-    for row in rows.values():
-        assert row["tokens"] == tokens
-        assert row["curve"][-1] == [tokens, row["loss"]]
-        assert 0 < row["loss"] < 1.05 * math.log(2048)
-        assert row["tokens_per_second"] > 0
-    assert rows["gaussian"]["share"] == 1
-    assert all(row["share"] < 0.5 for name, row in rows.items() if name != "gaussian")
-    assert 0 < record["baselines"]["bigram"] < record["baselines"]["unigram"]
+    results = {name: r.results() for name, r in found(to).items()}
+    assert {*results} == {*kernels}
+    for got in results.values():
+        assert got["tokens"] == 3 * 4 * 128
+        assert 0 < got["loss"] < 1.05 * math.log(2048)
+        assert 0 < got["baselines"]["bigram"] < got["baselines"]["unigram"]
+    assert results["gaussian"]["share_of_keys"] == 1
+    assert all(got["share_of_keys"] < 0.5 for name, got in results.items() if name != "gaussian")
     printed = capsys.readouterr().out
-    report = (to / "results.md").read_text()
+    report = (to / "table.md").read_text()
     for name in ("unigram", "bigram", *kernels):
-        loss = rows[name]["loss"] if name in rows else record["baselines"][name]
-        assert f"| {name} | {loss:.3f} |" in report
-        assert f"\n{name} " in printed
+        loss = results[name]["loss"] if name in results else results["gaussian"]["baselines"][name]
+        assert f"| {name} | 2 layers | {loss:.3f} |" in report
+        assert re.search(rf"^{re.escape(name)} .* {loss:.3f} ", printed, re.MULTILINE)
 
 
-def test_every_kernel_starts_alike_and_sees_the_same_batches(text, tmp_path):
-    """The same kernel under two spellings ends at exactly the same loss."""
-    config = replace(TOY, data=text, steps=4, kernels=("biweight", "entmax?alpha=1.5"), to=tmp_path)
-    assert demo.run(config) == 0
-    first, second = json.loads((tmp_path / "results.json").read_text())["kernels"]
-    assert first["curve"] == second["curve"]
-
-
-def test_minutes_become_a_common_number_of_steps(text, tmp_path, capsys):
-    config = replace(TOY, data=text, minutes=0.05, kernels=("gaussian", "relumax"), to=tmp_path)
-    assert demo.run(config) == 0
-    first, second = json.loads((tmp_path / "results.json").read_text())["kernels"]
-    assert first["tokens"] == second["tokens"] > 20 * 2 * 16
+def test_minutes_become_a_common_number_of_tokens_once(text, tmp_path, capsys):
+    config = replace(TOY, data=text, minutes=0.05, kernels=("gaussian", "relumax"))
+    assert demo.run(config, tmp_path) == 0
+    first, second = found(tmp_path).values()
+    assert first.results()["tokens"] == second.results()["tokens"] > 20 * 2 * 16
+    assert demo.run(config, tmp_path) == 0
+    assert "2 runs, 2 of them done" in capsys.readouterr().out
+    assert demo.run(replace(config, minutes=0.04), tmp_path) == 0
+    assert "2 of them done" not in capsys.readouterr().out
 
 
 def test_it_learns(text, tmp_path):
-    config = replace(TOY, data=text, to=tmp_path, kernels=("gaussian", "relumax"))
-    assert demo.run(replace(config, steps=150, batch=8, width=16, slots=16, lr=0.03)) == 0
-    record = json.loads((tmp_path / "results.json").read_text())
-    losses = [row["loss"] for row in record["kernels"]]
-    assert max(losses) < record["baselines"]["unigram"] - 0.1
+    config = replace(TOY, data=text, minutes=None, tokens=19_200, kernels=("gaussian", "relumax"))
+    assert demo.run(replace(config, batch=8, width=16, slots=16, lr=0.03, norm_lr=1.0), tmp_path) == 0
+    for r in found(tmp_path).values():
+        assert r.results()["loss"] < r.results()["baselines"]["unigram"] - 0.1
 
 
 @pytest.mark.parametrize("after", [0, 2, 4])
 def test_an_interruption_keeps_what_was_done(text, tmp_path, monkeypatch, capsys, after):
     """Ctrl-C during the second of three kernels, after so many steps."""
-    real, started = demo.train, []
+    real, started = sweep.train, []
 
-    def interrupted(model, *arguments, report):
+    def interrupted(model, *arguments, report, **options):
         started.append(model)
 
         def report_and_stop(now):
@@ -110,55 +106,38 @@ def test_an_interruption_keeps_what_was_done(text, tmp_path, monkeypatch, capsys
 
         if len(started) == 2 and after == 0:
             raise KeyboardInterrupt
-        return real(model, *arguments, report=report_and_stop)
+        return real(model, *arguments, report=report_and_stop, **options)
 
-    monkeypatch.setattr(demo, "train", interrupted)
-    config = replace(TOY, data=text, steps=6, kernels=("gaussian", "epanechnikov", "relumax"), to=tmp_path)
-    assert demo.run(config) == 130
-    rows = json.loads((tmp_path / "results.json").read_text())["kernels"]
-    printed = capsys.readouterr().out
-    assert "interrupted" in printed
-    if after == 0:
-        assert [row["loss"] is None for row in rows] == [False, True]
-        return
-    assert [row["tokens"] for row in rows] == [6 * 32, after * 32]
-    assert rows[1]["loss"] == rows[1]["curve"][-1][1]
-    assert rows[1]["share"] is None
-    assert f"epanechnikov ({after * 32} tokens)" in printed
+    monkeypatch.setattr(sweep, "train", interrupted)
+    kernels = ("gaussian", "epanechnikov", "relumax")
+    config = replace(TOY, data=text, minutes=None, tokens=6 * 32, kernels=kernels)
+    assert demo.run(config, tmp_path) == 130
+    out = capsys.readouterr().out
+    assert "interrupted; the same command goes on from here" in out
+    assert out.count("(not finished)") == 2
+    assert [name for name, r in found(tmp_path).items() if r.finished] == ["gaussian"]
+    table = (tmp_path / "table.md").read_text()
+    assert ("epanechnikov" in table) == (after > 0)
     assert (tmp_path / "loss.png").stat().st_size > 1000
+    monkeypatch.setattr(sweep, "train", real)
+    assert demo.run(config, tmp_path) == 0
+    assert all(r.finished for r in found(tmp_path).values())
 
 
-def test_a_kernel_that_fails_does_not_take_the_others_with_it(text, tmp_path, monkeypatch):
-    real = demo._model
+def test_nothing_done_yet_is_said(text, tmp_path, monkeypatch, capsys):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
 
-    def broken(config, vocab, kernel):
-        model = real(config, vocab, kernel)
-        if kernel == "relumax":
-            model.norm.weight.data.fill_(torch.nan)
-        return model
-
-    monkeypatch.setattr(demo, "_model", broken)
-    config = replace(TOY, data=text, steps=2, kernels=("gaussian", "relumax"), to=tmp_path)
-    with pytest.raises(UserError, match="relumax: the loss became nan at step 1"):
-        demo.run(config)
-    first, second = json.loads((tmp_path / "results.json").read_text())["kernels"]
-    assert first["share"] == 1
-    assert second["loss"] is None
+    monkeypatch.setattr(sweep, "train", interrupted)
+    assert demo.run(replace(TOY, data=text, minutes=None, tokens=32), tmp_path) == 130
+    assert "saved in" not in capsys.readouterr().out
 
 
 def test_ctrl_c_from_outside(text, tmp_path):
     done = subprocess.Popen(
         [
-            sys.executable,
-            "-m",
-            "parzen",
-            "demo",
-            "--data",
-            str(text),
-            "--steps",
-            "100000",
-            "--to",
-            str(tmp_path),
+            *(sys.executable, "-m", "parzen", "demo", "--data", str(text)),
+            *("--tokens", "1000000", "--to", str(tmp_path)),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -169,20 +148,20 @@ def test_ctrl_c_from_outside(text, tmp_path):
     assert done.stdout is not None
     try:
         for line in done.stdout:
-            if "each 100000 steps" in line:
+            if "of them done" in line:
                 break
         done.send_signal(signal.SIGINT)
         out, err = done.communicate(timeout=60)
     finally:
         done.kill()
     assert (done.returncode, err) == (130, "")
-    assert "this is what was done so far" in out
-    assert "bigram" in (tmp_path / "results.md").read_text()
+    assert "the same command goes on from here" in out
+    assert "\nbigram" in out
 
 
 @pytest.mark.parametrize("to", ["/proc/run", "{text}", "{text}/run"])
 def test_a_place_that_cannot_be_written_is_known_before_training(text, capsys, monkeypatch, to):
-    monkeypatch.setattr(demo, "load_stories", None)
+    monkeypatch.setattr(compare, "load_stories", None)
     place = to.format(text=text)
     assert main(["demo", "--data", str(text), "--to", place]) == 2
     out, err = capsys.readouterr()
@@ -195,27 +174,17 @@ def test_a_full_disk_at_the_end_still_shows_the_table(text, tmp_path, monkeypatc
     real = os.replace
 
     def full(source, target):
-        if Path(target).name == "results.json":
+        if Path(target).name == "table.csv":
             raise OSError(28, "No space left on device")
         real(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    argv = [
-        "demo",
-        "--data",
-        str(text),
-        "--steps",
-        "1",
-        "--kernels",
-        "gaussian",
-        "--to",
-        str(tmp_path / "run"),
-    ]
-    assert main(argv) == 2
+    chosen = ["--tokens", "512", "--kernels", "gaussian", "--to", str(tmp_path / "run")]
+    assert main(["demo", "--data", str(text), *chosen]) == 2
     out, err = capsys.readouterr()
     assert "\ngaussian " in out
     assert err == (
-        f"parzen: error: cannot write {tmp_path}/run/results.json: No space left on device; "
+        f"parzen: error: cannot write {tmp_path}/run/table.csv: No space left on device; "
         "free some space or choose another place\n"
     )
 
@@ -319,11 +288,3 @@ def test_plain_progress_says_where_it_is(capsys):
 def test_durations_and_markdown():
     assert [duration(s) for s in (0, 59.6, 3599, 3600)] == ["0:00", "1:00", "59:59", "1:00:00"]
     assert markdown_table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
-
-
-def test_the_figure_takes_kernels_without_points():
-    from parzen.lab.figures import loss_curves
-
-    png = loss_curves({"gaussian": [(100, 3.0), (200, 2.0)], "relumax": []}, bigram=2.5)
-    assert png.startswith(b"\x89PNG")
-    assert np.frombuffer(png, np.uint8).size > 1000

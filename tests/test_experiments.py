@@ -33,7 +33,9 @@ def test_every_model_has_scores_and_mosaics_say_what_their_kernel_does(regbench_
     found = {run.config.name: run.results() for run in find_runs([regbench_runs])}
     assert set(found) == {"gaussian", "epanechnikov", "mamba"}
     for name, got in found.items():
-        assert 0 < got["tvd"] < 1 and 0 <= got["accuracy_all"] <= 1 and got["parameters"] > 0
+        assert 0 < got["tvd"] < 1
+        assert 0 <= got["accuracy_all"] <= 1
+        assert got["parameters"] > 0
         assert len(got["by_position"]["loss"]) == len(got["by_position"]["count"]) > 256
         assert ("share_of_keys" in got) == (name != "mamba")
     assert found["gaussian"]["share_of_keys"] == 1 > found["epanechnikov"]["share_of_keys"]
@@ -47,13 +49,15 @@ def test_regbench_is_not_run_again_and_lists_n_grams(regbench_runs, capsys, monk
     out = capsys.readouterr().out
     assert "3 runs, 3 of them done" in out
     rows = [line.split()[0] for line in out.split("────\n")[-1].splitlines()]
-    assert rows[:2] == ["3-gram", "2-gram"] and set(rows[3:]) == {"gaussian", "epanechnikov", "mamba"}
+    assert rows[:2] == ["3-gram", "2-gram"]
+    assert set(rows[3:]) == {"gaussian", "epanechnikov", "mamba"}
 
 
 def test_the_report_reads_regbench(regbench_runs, tmp_path, capsys):
     assert main(["report", str(regbench_runs), "--to", str(tmp_path)]) == 0
     table = (tmp_path / "table.md").read_text()
-    assert "TVD" in table and "mamba" in table
+    assert "TVD" in table
+    assert "mamba" in table
     groups = json.loads((tmp_path / "summary.json").read_text())["groups"]
     assert {g["config"]["task"]["examples"] for g in groups} == {64}
     assert all({"tvd", "accuracy_last"} <= set(run["metrics"]) for g in groups for run in g["runs"])
@@ -69,7 +73,9 @@ def test_an_epoch_reads_every_instance_once_and_another_epoch_in_another_order()
 
     expected = sorted(tuple(i.tokens[:-1].tolist()) for i in data.train)
     assert sorted(epoch(0, 0)) == sorted(epoch(0, 1)) == sorted(epoch(1, 0)) == expected
-    assert epoch(0, 0) != epoch(0, 1) and epoch(0, 0) != epoch(1, 0) and epoch(0, 1) == epoch(0, 1)
+    assert epoch(0, 0) != epoch(0, 1)
+    assert epoch(0, 0) != epoch(1, 0)
+    assert epoch(0, 1) == epoch(0, 1)
 
 
 class Oracle(torch.nn.Module):
@@ -101,7 +107,8 @@ def test_easier_automata():
     data = load_regbench(8, validation=1, test=1, bounds=task)
     assert all(len({t for t in i.tokens.tolist() if t != BAR}) <= 6 for i in data.train)
     again = type(config).from_json(json.loads(json.dumps(config.to_json())), "here")
-    assert again == config and isinstance(again.task, RegBenchConfig)
+    assert again == config
+    assert isinstance(again.task, RegBenchConfig)
 
 
 def test_n_grams_say_something_where_nothing_has_followed():
@@ -113,7 +120,7 @@ def test_n_grams_say_something_where_nothing_has_followed():
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("arguments", "message"),
     [
         (["--models", "mosaic,lstm"], "unknown name 'lstm'"),
         (["--models", "s4,s4"], "a name is given twice"),
@@ -125,4 +132,5 @@ def test_n_grams_say_something_where_nothing_has_followed():
 def test_what_cannot_be_is_said_in_one_line(arguments, message, tmp_path, capsys):
     assert main(["regbench", "--scale", "tiny", "--runs", str(tmp_path), *arguments]) == 2
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in error
+    assert error.count("\n") == 1

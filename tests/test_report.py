@@ -188,13 +188,15 @@ def test_different_token_counts_are_said_and_never_averaged(tmp_path):
 
 def test_the_table_in_three_forms(folder):
     groups = group(find_runs([folder]))
-    first = markdown(groups).splitlines()[2]
+    lines = markdown(groups).splitlines()
+    assert lines[2].startswith("| unigram | 1 layer | 5.800 |")
+    first = next(line for line in lines if line.startswith("| biweight"))
     loss = groups[0].estimate("loss")
     assert loss is not None
     assert first.startswith(
         f"| biweight | 1 layer | {loss.mean:.3f} ± {loss.half():.3f} | 10.5% ± 6.4% | −0.05"
     )
-    assert "| triweight | 4 layers | — | — | — | unfinished | 1 |" in markdown(groups)
+    assert "| triweight | 4 layers | — | — | — | unfinished | — | 1 |" in markdown(groups)
     rows = list(csv.DictReader(io.StringIO(to_csv(groups))))
     assert float(rows[0]["loss"]) == loss.mean
     assert float(rows[0]["loss_interval"]) == loss.half()
@@ -205,6 +207,14 @@ def test_the_table_in_three_forms(folder):
     assert r"10.5\% $\pm$ 6.4\%" in latex(groups)
     assert any("one seed has no interval" in note for note in notes(groups))
     assert "1 run is unfinished (dashed curves)." in notes(groups)
+
+
+def test_what_needs_no_model_is_a_row_too(tmp_path):
+    baselines = {"bigram": 3.5, "2-gram": {"tvd": 0.29, "loss": math.inf}}
+    add_run(tmp_path, results={"loss": 2.0, "tvd": 0.1, "baselines": baselines})
+    lines = markdown(group(find_runs([tmp_path]))).splitlines()
+    assert lines[2] == "| bigram | 1 layer | 3.500 | — | — | — | — | — | — |"
+    assert lines[3] == "| 2-gram | 1 layer | — | — | 0.290 | — | — | — | — |"
 
 
 def test_a_difference_cancels_what_the_seed_does_to_all(folder):
@@ -287,7 +297,7 @@ def test_the_page_can_be_read_anywhere(written):
     assert any(a.get("name") == "viewport" for t, a in read.elements if t == "meta")
     assert "prefers-color-scheme: dark" in read.code
     headers, buttons = (sum(tag == name for tag, _ in read.elements) for name in ("th", "button"))
-    assert headers == buttons == 16
+    assert headers == buttons == 17
     # Text takes the colour of the page.
     drawn = [a for t, a in read.elements if t == "text"]
     assert drawn
@@ -332,7 +342,8 @@ def test_results_that_lack_much_are_dashes(tmp_path, results):
     add_run(tmp_path / "runs", results=results)
     written = report(find_runs([tmp_path / "runs"]), tmp_path / "to")
     loss = "2.000" if results.get("loss") == 2.0 else "—"
-    assert f"| gaussian | 1 layer | {loss} | — | — | 12,000 | 1 |" in markdown(group(find_runs([tmp_path])))
+    table = markdown(group(find_runs([tmp_path])))
+    assert f"| gaussian | 1 layer | {loss} | — | — | 12,000 | — | 1 |" in table
     assert "attention.png" not in {path.name for path in written}
 
 

@@ -6,8 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +33,7 @@ from parzen.lab.tasks.stories import (
     read_tokenizer,
     token_stream,
 )
-from parzen.lab.train import Keeper, Progress, TrainConfig, load_weights, train
+from parzen.lab.train import Keeper, TrainConfig, load_weights, train
 from parzen.models.generate import generate
 from parzen.models.mosaic import Mosaic, MosaicConfig
 
@@ -65,6 +64,8 @@ class Comparison:
         width, heads, slots, vocab, context, dropout: of every model.
         batch, accumulate, lr, norm_lr, scalar_lr, precision: of training (see ``TrainConfig``).
         curve: how often the validation loss is taken.
+        sample: on how many windows, spread over the validation text; None: all, as at the end.
+        most: bytes of text to read or to generate; None: all.
         device: where it runs.
     """
 
@@ -90,6 +91,8 @@ class Comparison:
     scalar_lr: float = 0.1
     precision: str = "float32"
     curve: int = 20
+    sample: int | None = None
+    most: int | None = None
     device: str = "cpu"
 
 
@@ -99,15 +102,24 @@ def run(comparison: Comparison) -> int:
     Raises:
         UserError: files that cannot be used, or nothing can be written.
     """
-    stories = load_stories(
+    return train_all(comparison, load(comparison))[1]
+
+
+def load(comparison: Comparison) -> Stories:
+    """The text that all runs learn."""
+    return load_stories(
         comparison.data,
         comparison.valid,
         vocab=comparison.vocab,
         tokenizer=comparison.tokenizer,
         context=comparison.context,
-        most=None,
+        most=comparison.most,
         say=print,
     )
+
+
+def train_all(comparison: Comparison, stories: Stories) -> tuple[list[Run], int]:
+    """``run`` on this text: the runs and the exit status."""
     tokens = _tokens(comparison, stories)
     print(f"{tokens:,} training tokens a run")
     windows = stories.windows(comparison.context)
@@ -117,7 +129,7 @@ def run(comparison: Comparison) -> int:
     runs, status = sweep(
         comparison.runs,
         plan(comparison, stories, tokens),
-        Language(stories, comparison.context, windows),
+        Language(stories, comparison.context, _sampled(windows, comparison.sample)),
         lambda model, config: {**results(model, windows, stories.tokenizer), "baselines": baselines},
         device=comparison.device,
         files={
@@ -128,7 +140,14 @@ def run(comparison: Comparison) -> int:
         },
     )
     _show(runs, baselines)
-    return status
+    return runs, status
+
+
+def _sampled(windows: evaluate.Windows, count: int | None) -> evaluate.Windows:
+    """So many windows, spread over all."""
+    n = len(windows[0])
+    spread = torch.linspace(0, n - 1, min(n, count or n)).long()
+    return windows[0][spread], windows[1][spread]
 
 
 def plan(comparison: Comparison, stories: Stories, tokens: int) -> list[RunConfig]:
@@ -172,32 +191,41 @@ def _tokens(comparison: Comparison, stories: Stories) -> int:
     if comparison.minutes is None:
         return comparison.tokens
     kept = comparison.runs / "minutes.json"
-    if kept.exists():
-        return int(read_json(kept)["tokens"])
-    probe = plan(comparison, stories, 6 * comparison.batch * comparison.context)
-    inputs, targets = stories.windows(comparison.context)
-    a_step = evaluations = 0.0
+    if kept.exists() and (found := read_json(kept))["minutes"] == comparison.minutes:
+        return int(found["tokens"])
     began = time.perf_counter()
-    for config in probe:
-        clock = [0.0]
-        task = Language(stories, comparison.context, (inputs[:1], targets[:1]))
-        model = build(config)
-        train(
-            model, task, config.train, config.seed, Keeper(),
-            device=comparison.device, report=partial(_tick, clock),
-        )  # fmt: skip
+    inputs, targets = stories.windows(comparison.context)
+    evaluated = len(inputs) + comparison.curve * min(len(inputs), comparison.sample or len(inputs))
+    a_step = evaluations = 0.0
+    for config in plan(comparison, stories, 0):
+        a_step += seconds_a_step(comparison, stories, config)
         start = time.perf_counter()
-        evaluate.loss(model, (inputs[:16], targets[:16]))
-        evaluations += (time.perf_counter() - start) / min(16, len(inputs)) * len(inputs) * comparison.curve
-        a_step += median(b - a for a, b in itertools.pairwise(clock))
-    left = 60 * comparison.minutes - evaluations - (time.perf_counter() - began)
+        evaluate.loss(build(config), (inputs[:16], targets[:16]))
+        evaluations += (time.perf_counter() - start) / min(16, len(inputs)) * evaluated
+    # The rest goes to tables, figures and what else the machine is doing.
+    left = 0.95 * 60 * comparison.minutes - evaluations - (time.perf_counter() - began)
     tokens = max(1, int(left / a_step)) * comparison.batch * comparison.context
     write_whole(kept, to_bytes({"minutes": comparison.minutes, "tokens": tokens}))
     return tokens
 
 
-def _tick(clock: list[float], now: Progress) -> None:
-    clock.append(now.seconds)
+def seconds_a_step(
+    comparison: Comparison, stories: Stories, config: RunConfig | None = None, steps: int = 8
+) -> float:
+    """The median over some steps of ``config``, or of the first run."""
+    config = config or plan(comparison, stories, 0)[0]
+    inputs, targets = stories.windows(comparison.context)
+    clock = [0.0]
+    train(
+        build(config),
+        Language(stories, comparison.context, (inputs[:1], targets[:1])),
+        replace(config.train, steps=steps, evaluate_every=steps),
+        config.seed,
+        Keeper(),
+        device=comparison.device,
+        report=lambda now: clock.append(now.seconds),
+    )
+    return median(b - a for a, b in itertools.pairwise(clock))
 
 
 def results(model: nn.Module, windows: evaluate.Windows, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -220,19 +248,24 @@ def results(model: nn.Module, windows: evaluate.Windows, tokenizer: Tokenizer) -
     }
 
 
-HEADERS = ("kernel", "layers", "seed", "validation loss", "keys with weight", "tokens")
+HEADERS = ("kernel", "layers", "seed", "validation loss", "keys with weight", "tokens", "tokens/s")
 
 
 def _show(runs: Sequence[Run], baselines: dict[str, float]) -> None:
-    rows = [(name, "—", "—", f"{loss:.3f}", "—", "—") for name, loss in baselines.items()]
+    rows = [(name, "—", "—", f"{loss:.3f}", "—", "—", "—") for name, loss in baselines.items()]
     for r in runs:
-        model = r.config.model
-        head = (r.config.name, str(model.layers), str(r.config.seed))
-        if r.finished:
-            got = r.results()
-            rows.append((*head, f"{got['loss']:.3f}", f"{got['share_of_keys']:.1%}", f"{got['tokens']:,}"))
-        else:
-            rows.append((*head, "—", "—", "not finished"))
+        got: dict[str, Any] = r.results() if r.finished else next(iter(r.metrics()[-1:]), {})
+        rows.append(
+            (
+                r.config.name,
+                str(r.config.model.layers),
+                str(r.config.seed),
+                f"{got['loss']:.3f}" if got else "—",
+                f"{got['share_of_keys']:.1%}" if r.finished else "—",
+                (f"{got['tokens']:,}" if got else "—") + ("" if r.finished else " (not finished)"),
+                f"{r.speed:,.0f}" if r.speed else "—",
+            )
+        )
     print()
     console.show_table(HEADERS, rows)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,23 +46,6 @@ def rendered(figure: Figure, form: str) -> bytes:
     metadata = {"Date": None} if form == "svg" else {"Software": None}
     figure.savefig(out, format=form, dpi=160, metadata=metadata)
     return out.getvalue()
-
-
-def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]], bigram: float, form: str = "png") -> bytes:
-    """Validation loss over training tokens, a line a kernel; the bigram's loss is a dashed line."""
-    with rc_context(STYLE):
-        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-        axes = figure.add_subplot()
-        for (name, points), color in zip(curves.items(), _cycle(len(curves)), strict=True):
-            if points:
-                x, y = zip(*points, strict=True)
-                axes.plot(np.array(x) / 1e3, y, "o-", color=color, label=name, markersize=3, linewidth=1.4)
-        axes.axhline(bigram, color="#333333", linestyle="--", linewidth=1, label="bigram")
-        axes.set(xlabel="training tokens (thousands)", ylabel="validation loss (nats per token)")
-        axes.set_xlim(left=0)
-        axes.grid(alpha=0.25)
-        axes.legend()
-        return rendered(figure, form)
 
 
 def _cycle(n: int) -> list[str]:

@@ -1,7 +1,7 @@
 """``parzen report``: what runs found, as tables, figures and one page. It reads run folders, nothing else.
 
 Runs that differ in nothing but the seed are a *group*; groups that differ in nothing but the kernel (or
-mixer) share a *setting* and a panel. Equal runs give equal bytes.
+mixer) share a *setting* and a panel. The same folders give the same bytes.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class Record:
     name: str
     seed: int
     curve: tuple[tuple[int, float], ...]
+    speed: float | None
     results: Mapping[str, Any]
     environment: Mapping[str, Any]
 
@@ -96,14 +97,14 @@ def _finite(value: Any) -> bool:
 def _record(run: Run) -> Record:
     try:
         curve = tuple((line["tokens"], line["loss"]) for line in run.metrics())
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         raise UserError(f"{run.folder / 'metrics.jsonl'} is damaged ({error!r})") from error
     results = run.results() if run.finished else {}
     environment = read_json(run.folder / "environment.json")
     for file, value in (("results.json", results), ("environment.json", environment)):
         if not isinstance(value, dict):
             raise UserError(f"{run.folder / file} is damaged: it holds no JSON object")
-    return Record(run.folder.name, run.config.seed, curve, results, environment)
+    return Record(run.folder.name, run.config.seed, curve, run.speed, results, environment)
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -206,21 +207,49 @@ def _shown(estimate: statistics.Estimate | None, form: str) -> str:
     return f"{estimate.mean:{form}}{spread}".replace("-", "−")
 
 
+def _baselines(groups: Sequence[Group]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """(name, setting, measures) of what needs no model, as the first run of each setting holds it."""
+    for setting in dict.fromkeys(one.setting for one in groups):
+        runs = (run for one in groups if one.setting == setting for run in one.runs)
+        found = next((b for run in runs if isinstance(b := run.results.get("baselines"), Mapping)), {})
+        for name, measures in found.items():
+            yield name, setting, measures if isinstance(measures, Mapping) else {"loss": measures}
+
+
 def _table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
     """Headers and rows; a group that is unfinished says so in place of its tokens."""
     columns = _columns(groups)
-    headers = ["kernel", "setting", *(c[1] for c in columns), "loss − gaussian", "tokens", "seeds"]
+    headers = [
+        "kernel",
+        "setting",
+        *(c[1] for c in columns),
+        "loss − gaussian",
+        "tokens",
+        "tokens/s",
+        "seeds",
+    ]
     rows = [
         [
-            one.name,
-            one.setting,
-            *(_shown(one.estimate(key), form) for key, _, form in columns),
-            _shown(against(one, groups), "+.3f"),
-            _count(one.tokens) if one.finished else "unfinished",
-            str(len(one.runs)),
+            name,
+            setting,
+            *(f"{v:{form}}" if _finite(v := measures.get(key)) else NONE for key, _, form in columns),
+            *(NONE,) * 4,
         ]
-        for one in groups
+        for name, setting, measures in _baselines(groups)
     ]
+    for one in groups:
+        speeds = [run.speed for run in one.runs if run.speed]
+        rows.append(
+            [
+                one.name,
+                one.setting,
+                *(_shown(one.estimate(key), form) for key, _, form in columns),
+                _shown(against(one, groups), "+.3f"),
+                _count(one.tokens) if one.finished else "unfinished",
+                f"{sum(speeds) / len(speeds):,.0f}" if speeds else NONE,
+                str(len(one.runs)),
+            ]
+        )
     return headers, rows
 
 

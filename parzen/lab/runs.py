@@ -123,11 +123,22 @@ class Run(Keeper):
 
     def metrics(self) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl; a last line cut short by a kill is left out."""
-        path = self.folder / "metrics.jsonl"
+        return self._lines("metrics.jsonl")
+
+    @property
+    def speed(self) -> float | None:
+        """Training tokens per second, of the process that evaluated last; None before that."""
+        return next((line["tokens_per_second"] for line in self._lines("times.jsonl")[-1:]), None)
+
+    def _lines(self, file: str) -> list[dict[str, Any]]:
+        path = self.folder / file
         if not path.exists():
             return []
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        return [json.loads(line) for line in lines]
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+            return [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}); remove its folder to run it again") from error
 
     def _length(self, file: str) -> int:
         path = self.folder / file

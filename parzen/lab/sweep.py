@@ -34,7 +34,9 @@ def sweep(
     device: str = "cpu",
     files: Mapping[str, bytes] | None = None,
 ) -> tuple[list[Run], int]:
-    """Trains every run below ``root`` that is not finished; all of them, and 1 if one failed, else 0.
+    """Trains every run below ``root`` that is not finished; all of them, and an exit status.
+
+    It is 0, 1 if a run failed, 130 if Ctrl-C ended it.
 
     Args:
         root: the folder of run folders.
@@ -49,21 +51,27 @@ def sweep(
     """
     runs = [Run.create(root, config) for config in configs]
     todo = [run for run in runs if not run.finished]
-    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done; in {root}")
     steps = max((run.config.train.steps for run in todo), default=1)
-    failed = []
-    with console.progress(max(1, len(todo)), steps) as progress:
-        for run in todo:
-            try:
-                for name, data in (files or {}).items():
-                    write_whole(run.folder / name, data)
-                _finish(run, task, results, device, progress)
-            except UserError as error:
-                failed.append(f"failed: {run.config.label}: {error}")
-                write_whole(run.folder / "error.txt", f"{error}\n".encode())
+    failed: list[str] = []
+    status = 0
+    try:
+        print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done; in {root}")
+        with console.progress(max(1, len(todo)), steps) as progress:
+            for run in todo:
+                try:
+                    for name, data in (files or {}).items():
+                        write_whole(run.folder / name, data)
+                    _finish(run, task, results, device, progress)
+                except UserError as error:
+                    failed.append(f"failed: {run.config.label}: {error}")
+                    write_whole(run.folder / "error.txt", f"{error}\n".encode())
+                    status = 1
+    except KeyboardInterrupt:
+        failed.append("interrupted; the same command goes on from here")
+        status = 130
     for line in failed:
         print(line)
-    return runs, 1 if failed else 0
+    return runs, status
 
 
 def _finish(

@@ -85,8 +85,9 @@ SCALES = {
         kernels=("gaussian", "epanechnikov"),
     ),
     "small": Scale(
-        (1000,), (500, 1000), 30, 2e-3, 2,
+        (1000,), (500, 1000), 20, 2e-3, 2,
         {"layers": 2, "heads": 8, "width": 128, "slots": 448}, _alike(width=64, layers=2),
+        norm_lr=30.0, scalar_lr=0.1,
     ),
     "paper": Scale(
         (1000, 2500, 5000, 10_000, 20_000, 40_000), (500, 1000), 200, 1e-4, 1,
