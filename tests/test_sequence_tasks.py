@@ -61,6 +61,38 @@ def test_the_solver_finds_every_target(task):
             assert np.array_equal(task.solve(source), target)
 
 
+@ids
+def test_targets_can_be_read_off_their_origins(task):
+    """Another token at an origin changes the target that the solver finds there, and nowhere else."""
+    for index, length in enumerate((16, 17, 40, 64)):
+        source, target = task.sample(0, "test", index, length)
+        origins = task.origins(source)
+        assert origins.shape == (len(target), len(source))
+        for said, places in zip(target, origins, strict=True):
+            assert (source[places] == said).all()
+        if isinstance(task, MQMTAR):
+            assert np.array_equal(origins.any(1), target != ASKS)
+        if isinstance(task, Sort):
+            assert np.array_equal(origins.sum(1), np.bincount(source, minlength=task.symbols)[target])
+            continue
+        assert origins.sum(1).max() == 1
+        for place in range(len(source)):
+            changed = source.copy()
+            if isinstance(task, MQMTAR):
+                if source[place] < FIRST or not origins[:, place].any():
+                    continue
+                changed[place] = FIRST + (source[place] - FIRST + 1) % task.alphabet
+            else:
+                changed[place] = (source[place] + 1) % task.symbols
+            assert np.array_equal(task.solve(changed) != target, origins[:, place])
+
+
+def test_recall_is_read_off_the_values_asked_for():
+    source = [0, 17, 40, 1, 99, 8, 0, 0, 25, 31, 1, 60, 7, 0, 0, 0, 2, 25, 31, 2, 17, 40]
+    origins = MQMTAR().origins(np.asarray(source))
+    assert [np.flatnonzero(row).tolist() for row in origins] == [[], [11], [12], [], [4], [5]]
+
+
 def test_recall_at_the_longest_length():
     source, target = MQMTAR().sample(0, "test", 0, 65_536)
     assert (source == GIVES).sum() == 8738

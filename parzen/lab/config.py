@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from parzen.kernels import kernel
 from parzen.lab.errors import UserError
+from parzen.lab.tasks.length import LengthConfig
 from parzen.lab.tasks.regbench import RegBenchConfig
 from parzen.lab.tasks.stories import StoriesConfig
 from parzen.lab.train import TrainConfig
@@ -18,7 +19,7 @@ from parzen.models.mosaic import MosaicConfig
 from parzen.models.sequence import SequenceConfig
 
 # What a config may be made of, by the name that its JSON carries.
-TASKS: dict[str, type] = {"stories": StoriesConfig, "regbench": RegBenchConfig}
+TASKS: dict[str, type] = {"stories": StoriesConfig, "regbench": RegBenchConfig, "length": LengthConfig}
 MODELS: dict[str, type] = {"mosaic": MosaicConfig, "sequence": SequenceConfig}
 
 T = TypeVar("T")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+
+from parzen.models.backbone import Block
+from parzen.models.sequence import SequenceModel
+from parzen.models.transformer import CausalAttention
 
 
 class Recurrent(Protocol):
@@ -16,6 +20,47 @@ class Recurrent(Protocol):
 
     def step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         """The logits (B, V) that follow one more token of each sequence, (B,), and the state after it."""
+
+
+class TransformerReader:
+    """A Transformer that reads on; its state is what the attention of each block has seen.
+
+    The logits are those of the whole sequence, up to rounding.
+
+    Args:
+        model: a ``SequenceModel`` with the mixer "transformer", in eval mode.
+
+    Raises:
+        ValueError: another mixer.
+    """
+
+    def __init__(self, model: SequenceModel) -> None:
+        if model.config.mixer != "transformer":
+            raise ValueError(f"expected a model with the mixer 'transformer', got {model.config.mixer!r}")
+        self.model = model
+
+    @torch.no_grad()
+    def prefill(self, tokens: Tensor, state: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
+        """The logits (B, V) that follow ``tokens`` (B, T), and the state after them."""
+        model = self.model
+        blocks = cast(list[Block], list(model.blocks))
+        mixers = [cast(CausalAttention, block.mixer) for block in blocks]
+        state = [mixer.initial_state(len(tokens)) for mixer in mixers] if state is None else state
+        x = model.embedding(tokens)
+        if model.positions is not None:
+            start = state[0].shape[1]
+            x = x + model.positions(torch.arange(start, start + tokens.shape[1], device=tokens.device))
+        after = []
+        for block, mixer, before in zip(blocks, mixers, state, strict=True):
+            y, seen = mixer.extend(block.mixer_norm(x), before)
+            x = x + y
+            x = x + block.memory(block.memory_norm(x))
+            after.append(seen)
+        return model.head(x[:, -1]), after
+
+    def step(self, tokens: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The logits (B, V) that follow one more token of each sequence, (B,), and the state after it."""
+        return self.prefill(tokens[:, None], state)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from parzen.nn import KernelAttention
 
 
 class CausalAttention(KernelAttention):
-    """``parzen.nn.KernelAttention`` that sees no key ahead, in parallel or one position at a time.
+    """``parzen.nn.KernelAttention`` that sees no key ahead, in parallel or some positions at a time.
 
     Args:
         width: D.
@@ -26,7 +26,12 @@ class CausalAttention(KernelAttention):
         """All that was seen, (B, t, D): nothing yet."""
         return self.query.weight.new_zeros(batch, 0, self.width)
 
+    def extend(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The next positions, (B, n, D) → (B, n, D), and what was seen up to them."""
+        seen = torch.cat((state, x), 1)
+        return self(x, seen), seen
+
     def step(self, x_BD: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """(y_t, what was seen up to t) from x_t and what was seen before it."""
-        seen = torch.cat((state, x_BD[:, None]), 1)
-        return self(seen[:, -1:], seen)[:, 0], seen
+        y, seen = self.extend(x_BD[:, None], state)
+        return y[:, 0], seen

@@ -90,7 +90,8 @@ class MQMTAR(Task):
         by_density = np.floor_divide(self.density * np.asarray(length), self.unit).astype(np.int64)
         return np.maximum(by_density, self.fewest_pairs)
 
-    def _check(self, length: int) -> None:
+    def check(self, length: int) -> None:
+        """Room for the pairs, and keys enough for them."""
         pairs = int(self.pairs(length))
         if length < pairs * self.unit:
             raise ValueError(
@@ -144,12 +145,24 @@ class MQMTAR(Task):
 
     def solve(self, source: np.ndarray) -> np.ndarray:
         """Looks every key up."""
+        return np.concatenate([[ASKS, *source[at : at + self.value_length]] for at in self._answers(source)])
+
+    def origins(self, source: np.ndarray) -> np.ndarray:
+        """The tokens of the values that are asked for; the separators come from nowhere."""
+        answers = self._answers(source)
+        found = np.zeros((len(answers), 1 + self.value_length, len(source)), bool)
+        for rows, at in zip(found, answers, strict=True):
+            value = np.arange(self.value_length)
+            rows[1 + value, at + value] = True
+        return found.reshape(-1, len(source))
+
+    def _answers(self, source: np.ndarray) -> list[int]:
+        """Where the value of each key that is asked for begins."""
         known = {
-            tuple(source[at - self.key_length : at]): source[at + 1 : at + 1 + self.value_length]
-            for at in np.flatnonzero(source == GIVES)
+            tuple(source[at - self.key_length : at]): int(at) + 1 for at in np.flatnonzero(source == GIVES)
         }
-        keys = [source[at + 1 : at + 1 + self.key_length] for at in np.flatnonzero(source == ASKS)]
-        return np.concatenate([[ASKS, *known[tuple(key)]] for key in keys])
+        asked = np.flatnonzero(source == ASKS)
+        return [known[tuple(source[at + 1 : at + 1 + self.key_length])] for at in asked]
 
 
 def _distinct(words: np.ndarray, bound: int) -> np.ndarray:

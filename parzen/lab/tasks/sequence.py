@@ -139,7 +139,14 @@ class Task(ABC):
         """The target of one source, found from the source alone."""
 
     @abstractmethod
-    def _check(self, length: int) -> None:
+    def origins(self, source: np.ndarray) -> np.ndarray:
+        """Which tokens of one source each token of its target can be read off: bool, (R, S).
+
+        A row without any is a token that says nothing about the source, such as a separator.
+        """
+
+    @abstractmethod
+    def check(self, length: int) -> None:
         """Raises ValueError where no source of this length exists."""
 
     @abstractmethod
@@ -154,8 +161,8 @@ class Task(ABC):
         low, high = length if isinstance(length, tuple) else (length, length)
         if low > high:
             raise ValueError(f"expected lengths (shortest, longest), got ({low}, {high}); swap them")
-        self._check(low)
-        self._check(high)
+        self.check(low)
+        self.check(high)
         words = random_words(seed, split, indices, 1 + self._words(high))
         return self._draw(words[:, 1:], low + below(words[:, 0], high - low + 1), seed, split)
 
@@ -245,7 +252,8 @@ class _Rearranged(Task):
         if self.symbols < 2:
             raise ValueError(f"expected 2 or more symbols, got {self.symbols}")
 
-    def _check(self, length: int) -> None:
+    def check(self, length: int) -> None:
+        """Any length of 1 or more."""
         if length < 1:
             raise ValueError(f"expected a length of 1 or more for {self.name}, got {length}")
 
@@ -275,6 +283,10 @@ class Sort(_Rearranged):
         """The source, sorted."""
         return np.sort(source)
 
+    def origins(self, source: np.ndarray) -> np.ndarray:
+        """All tokens that equal it."""
+        return np.sort(source)[:, None] == source
+
     def _targets(self, source: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         inside = np.arange(source.shape[1]) < lengths[:, None]
         return np.sort(np.where(inside, source, self.symbols), axis=1)
@@ -294,6 +306,10 @@ class Reverse(_Rearranged):
         """The source, from its end."""
         return source[::-1]
 
+    def origins(self, source: np.ndarray) -> np.ndarray:
+        """The token as far from the other end."""
+        return np.eye(len(source), dtype=bool)[::-1]
+
     def _targets(self, source: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         mirrored = lengths[:, None] - 1 - np.arange(source.shape[1])
         return np.take_along_axis(source, mirrored.clip(min=0), axis=1)
@@ -312,6 +328,10 @@ class Copy(_Rearranged):
     def solve(self, source: np.ndarray) -> np.ndarray:
         """The source."""
         return source
+
+    def origins(self, source: np.ndarray) -> np.ndarray:
+        """The token at the same place."""
+        return np.eye(len(source), dtype=bool)
 
     def _targets(self, source: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         return source

@@ -1,0 +1,491 @@
+"""``parzen length``: Table 2, models trained on short sources of a task and tested on ever longer ones.
+
+Source: arXiv 2601.22766, section 5.3 (mosaics); Vasylenko et al. (2506.16640), section 5 and its public
+configs (tasks and Transformers). *small* fits two CPU cores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor, nn
+
+from parzen.attention import AttentionWeights, attention_weights
+from parzen.kernels import kernel, spell
+from parzen.lab import console, evaluate, statistics
+from parzen.lab.compare import EIGHT
+from parzen.lab.config import RunConfig
+from parzen.lab.errors import UserError
+from parzen.lab.runs import Run
+from parzen.lab.sweep import sweep
+from parzen.lab.tasks.length import LengthConfig, Lengths, answer_start, score, to_device, written
+from parzen.lab.tasks.sequence import Batch, Task
+from parzen.lab.train import TrainConfig
+from parzen.models.backbone import Backbone
+from parzen.models.generate import TransformerReader
+from parzen.models.mosaic import ContextualMemory, MosaicConfig
+from parzen.models.sequence import SequenceConfig, SequenceModel
+from parzen.models.transformer import CausalAttention
+
+if TYPE_CHECKING:
+    from parzen.lab.report import Group
+
+MODELS = ("mosaic", "transformer")
+# What Vasylenko et al. compare: kernel and bandwidth of the Transformers if neither is given.
+TRANSFORMERS = (
+    ("gaussian", "fixed"),
+    ("gaussian", "ssmax"),
+    ("biweight", "fixed"),
+    ("biweight", "asentmax"),
+)
+# Samples that are generated, and that show what attention does, at each length.
+GENERATED, SEEN = 100, 32
+# A model has escaped at the first evaluation with more exact matches than this.
+ESCAPED = 0.5
+# Weights that are held at once.
+WEIGHTS = 2**23
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model and its training.
+
+    Attributes:
+        sizes: arguments of ``MosaicConfig`` or ``SequenceConfig``.
+        steps, batch, lr, warmup, norm_lr, scalar_lr: see ``TrainConfig``; the rate falls to a twentieth.
+    """
+
+    sizes: Mapping[str, Any]
+    steps: int
+    batch: int
+    lr: float
+    warmup: float = 0.05
+    norm_lr: float = 1.0
+    scalar_lr: float = 1.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task at a scale: its data, and the recipe of each kind of model."""
+
+    data: LengthConfig
+    mosaic: Recipe
+    transformer: Recipe
+    kernels: Sequence[str] = EIGHT
+
+
+def _tiny(data: LengthConfig) -> Setting:
+    mosaic = {"layers": 1, "heads": 2, "width": 32, "slots": 32}
+    transformer = {"layers": 1, "heads": 2, "width": 32}
+    return Setting(
+        data,
+        Recipe(mosaic, 60, 32, 1e-2, norm_lr=10.0),
+        Recipe(transformer, 60, 32, 3e-3),
+        kernels=("gaussian", "biweight"),
+    )
+
+
+def _small(data: LengthConfig, steps: int) -> Setting:
+    return Setting(
+        data,
+        Recipe(
+            {"layers": 2, "heads": 8, "width": 128, "slots": 448},
+            steps, 128, 2e-3, norm_lr=30.0, scalar_lr=0.1,
+        ),
+        Recipe({"layers": 2, "heads": 8, "width": 128}, steps, 128, 1e-3),
+    )  # fmt: skip
+
+
+def _paper(data: LengthConfig, heads: int, transformer: Recipe) -> Setting:
+    sizes = {"layers": 2, "heads": heads, "width": 512, "slots": 2688}
+    return Setting(data, Recipe(sizes, 156_250, 256, 1e-3, warmup=0.256), transformer)
+
+
+def _paper_transformer(layers: int, width: int, heads: int, lr: float, samples: int) -> Recipe:
+    steps = samples // 128
+    return Recipe({"layers": layers, "width": width, "heads": heads}, steps, 128, lr, 20_000 / steps)
+
+
+_TINY: dict[str, Any] = {
+    "shortest": 2,
+    "longest": 3,
+    "lengths": (3, 6),
+    "symbols": 4,
+    "validation": 64,
+    "test": 40,
+}
+_SHORT = (64, 96, 128, 256, 512)
+_LONG = tuple(64 * 2**i for i in range(11))
+
+SCALES: dict[str, dict[str, Setting]] = {
+    "tiny": {
+        **{name: _tiny(LengthConfig(name, **_TINY)) for name in ("sort", "reverse", "copy")},
+        "mqmtar": _tiny(
+            LengthConfig(
+                "mqmtar", 6, 8, (8, 16), symbols=4, keys=16, fewest_pairs=1, queries=1, validation=64, test=40
+            )
+        ),
+    },
+    "small": {
+        "sort": _small(LengthConfig("sort"), 2300),
+        "reverse": _small(LengthConfig("reverse"), 2300),
+        "copy": _small(LengthConfig("copy"), 2300),
+        "mqmtar": _small(LengthConfig("mqmtar", shortest=12, symbols=64), 1800),
+    },
+    "paper": {
+        "sort": _paper(
+            LengthConfig("sort", 32, 64, _LONG[:7]), 8, _paper_transformer(2, 256, 8, 4e-4, 40_000_000)
+        ),
+        "reverse": _paper(
+            LengthConfig("reverse", 32, 64, _SHORT), 8, _paper_transformer(6, 256, 8, 4e-4, 30_000_000)
+        ),
+        "copy": _paper(
+            LengthConfig("copy", 32, 64, _LONG[:7]), 8, _paper_transformer(6, 256, 8, 4e-4, 30_000_000)
+        ),
+        "mqmtar": _paper(
+            LengthConfig("mqmtar", 32, 64, _LONG, symbols=256, keys=10_000, fewest_pairs=1, queries=4),
+            8,
+            _paper_transformer(4, 512, 16, 2e-4, 50_000_000),
+        ),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Every model × kernel × bandwidth × positions × seed on one task.
+
+    Attributes:
+        task: a name of ``parzen.lab.tasks.length.TASKS``.
+        scale: a name of ``SCALES``; what is None comes from it.
+        models: names of ``MODELS``.
+        kernels: of mosaics and Transformers; None: the scale's for mosaics.
+        bandwidths: names of ``parzen.nn.BANDWIDTHS``, or "published" for mosaics; None: "published" and
+            "fixed". Transformers given neither kernels nor bandwidths are the four ``TRANSFORMERS``.
+        positions: of Transformers: "learned" or names of ``parzen.nn.POSITIONS``.
+        lengths: source lengths of the tests, ascending.
+        seeds: of weights and training samples.
+        tokens: training tokens of each run (rounded up to whole steps), or
+        steps: instead.
+        lr: peak learning rate.
+        runs: the folder of run folders; None: runs/length/ and the task.
+        device: where it runs.
+    """
+
+    task: str
+    scale: str = "small"
+    models: Sequence[str] = ("mosaic",)
+    kernels: Sequence[str] | None = None
+    bandwidths: Sequence[str] | None = None
+    positions: Sequence[str] = ("nape",)
+    lengths: Sequence[int] | None = None
+    seeds: Sequence[int] = (0,)
+    tokens: int | None = None
+    steps: int | None = None
+    lr: float | None = None
+    runs: Path | None = None
+    device: str = "cpu"
+
+
+def run(experiment: Experiment) -> int:
+    """Trains what is not finished yet, prints the table; the exit status, as of ``sweep``.
+
+    Raises:
+        UserError: settings that nothing can be made of, or nothing can be written.
+    """
+    configs = plan(experiment)
+    root = experiment.runs or Path("runs/length") / experiment.task
+
+    def judge(model: Backbone, config: RunConfig) -> dict[str, Any]:
+        found = results(model.to(experiment.device), config)
+        return {**found, **escape(Run(root / config.digest(), config).metrics())}
+
+    runs, status = sweep(root, configs, Lengths(configs[0].task), judge, device=experiment.device)
+    _show(runs)
+    return status
+
+
+def plan(experiment: Experiment) -> list[RunConfig]:
+    """The configs of all runs, seed by seed.
+
+    Raises:
+        UserError: settings that nothing can be made of.
+    """
+    setting = SCALES[experiment.scale][experiment.task]
+    try:
+        data = setting.data
+        if experiment.lengths is not None:
+            data = LengthConfig(**{**vars(data), "lengths": tuple(experiment.lengths)})
+        models: list[tuple[Recipe, MosaicConfig | SequenceConfig]] = []
+        if "mosaic" in experiment.models:
+            models += [(setting.mosaic, config) for config in _mosaics(experiment, setting, data)]
+        if "transformer" in experiment.models:
+            models += [(setting.transformer, config) for config in _transformers(experiment, setting, data)]
+        return [
+            RunConfig(data, model, _training(experiment, recipe, data), seed)
+            for seed, (recipe, model) in itertools.product(experiment.seeds, models)
+        ]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _mosaics(experiment: Experiment, setting: Setting, data: LengthConfig) -> list[MosaicConfig]:
+    pairs = itertools.product(
+        experiment.kernels or setting.kernels, experiment.bandwidths or (MosaicConfig.bandwidth,)
+    )
+    return [
+        MosaicConfig(
+            data.task().vocab, **setting.mosaic.sizes, kernel=spell(kernel(k)), bandwidth=b, dropout=0.0
+        )
+        for k, b in pairs
+    ]
+
+
+def _transformers(experiment: Experiment, setting: Setting, data: LengthConfig) -> list[SequenceConfig]:
+    pairs: Sequence[tuple[str, str]] = TRANSFORMERS
+    if experiment.kernels or experiment.bandwidths:
+        kernels = experiment.kernels or tuple(dict.fromkeys(k for k, _ in TRANSFORMERS))
+        pairs = [*itertools.product(kernels, experiment.bandwidths or (SequenceConfig.bandwidth,))]
+    models = []
+    for positions, (k, b) in itertools.product(experiment.positions, pairs):
+        # Those beyond the training length are never trained; they are there so that tests can run.
+        most = data.row(data.lengths[-1]) if positions == "learned" else SequenceConfig.max_length
+        models.append(
+            SequenceConfig(
+                data.task().vocab,
+                **setting.transformer.sizes,
+                kernel=spell(kernel(k)),
+                positions=positions,
+                bandwidth=b,
+                max_length=most,
+                dropout=0.0,
+            )
+        )
+    return models
+
+
+def _training(experiment: Experiment, recipe: Recipe, data: LengthConfig) -> TrainConfig:
+    steps = experiment.steps or recipe.steps
+    if experiment.tokens is not None:
+        steps = math.ceil(experiment.tokens / (recipe.batch * data.row(data.longest)))
+    lr = experiment.lr or recipe.lr
+    return TrainConfig(
+        steps, recipe.batch, lr=lr, lr_end=lr / 20, warmup=recipe.warmup, norm_lr=recipe.norm_lr,
+        scalar_lr=recipe.scalar_lr, evaluate_every=max(1, round(steps / 50)),
+    )  # fmt: skip
+
+
+# ---- what is measured ----------------------------------------------------------------------------
+
+
+def results(model: Backbone, config: RunConfig) -> dict[str, Any]:
+    """Scores by test length, and what attention does there.
+
+    Returns:
+        ``loss``: of the validation split, and ``validation``: all its scores;
+        by test length, as "16": ``exact_match``, ``token_accuracy`` and ``loss_by_length`` with the right
+        target given, ``samples`` (how many), ``token_accuracy_generated`` (greedy, up to 8 times the training
+        length);
+        if attention can be read: ``heads`` (see ``attention_use``) by length, and their summary:
+        ``mean_support`` over all heads, ``right_weight`` of the head that gives the right keys most;
+        of mosaics, ``evaluate.kernel_use`` on samples of the first length.
+    """
+    data: LengthConfig = config.task
+    validation = Lengths(data).evaluate(model)
+    found: dict[str, Any] = {"loss": validation["loss"], "validation": validation}
+    names = ("exact_match", "token_accuracy", "token_accuracy_generated", "loss_by_length", "samples")
+    found.update({name: {} for name in names})
+    for length in data.lengths:
+        at, count = str(length), data.tests(length)
+        scores = score(model, data.samples("test", count, length))
+        found["exact_match"][at] = scores["exact_match"]
+        found["token_accuracy"][at] = scores["token_accuracy"]
+        found["loss_by_length"][at] = scores["loss"]
+        found["samples"][at] = count
+        if length <= 8 * data.longest:
+            found["token_accuracy_generated"][at] = _generated(model, data, length)
+        if heads := attention_use(model, data.task(), _some(model, data, length)):
+            found.setdefault("heads", {})[at] = heads
+            found.setdefault("mean_support", {})[at] = float(np.mean(heads["support"]))
+            found.setdefault("right_weight", {})[at] = max(map(max, heads["right_weight"]))
+    inputs = _some(model, data, data.lengths[0]).tokens
+    return {**found, **evaluate.kernel_use(model, inputs)}
+
+
+def escape(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """``escape_step``: of the first evaluation with an exact match above ``ESCAPED``, or None."""
+    steps = (line["step"] for line in metrics if line["exact_match"] > ESCAPED)
+    return {"escape_step": next(steps, None)}
+
+
+def _some(model: nn.Module, data: LengthConfig, length: int) -> Batch:
+    """The samples that show what attention does."""
+    first = next(data.samples("test", min(SEEN, data.tests(length)), length))
+    return to_device(first, model)
+
+
+@torch.no_grad()
+def _generated(model: Backbone, data: LengthConfig, length: int) -> float:
+    """Token accuracy of greedy generation."""
+    reader: Any = TransformerReader(model) if isinstance(model, SequenceModel) else model
+    right = []
+    for batch in data.samples("test", min(GENERATED, data.tests(length)), length):
+        said, due = written(reader, to_device(batch, model))
+        right.append((said == due).double().mean(1))
+    return float(torch.cat(right).mean())
+
+
+@torch.no_grad()
+def attention_use(model: Backbone, task: Task, batch: Batch) -> dict[str, Any]:
+    """What attention does where the target and EOS are said; empty if the model has none.
+
+    Args:
+        model: a Transformer or a mosaic.
+        task: what ``batch`` was drawn from.
+        batch: samples whose sources are equally long.
+
+    Returns:
+        Means of each head of each layer, [L][H]: ``support``, keys with weight; ``bandwidth``, effective
+        bandwidth H of Proposition 3.1 (None where some query sees every key whatever its distance, and where
+        keys are no unit vectors); ``right_weight``, the weight on the keys that hold what is to be said,
+        over the queries that have such keys. They are the tokens of ``Task.origins``; in a mosaic, whose
+        value at i has seen i + 1, the positions before those.
+    """
+    first, length = answer_start(batch.labels), batch.tokens.shape[1]
+    sources = batch.tokens[:, 1:first].cpu().numpy()
+    # The last row says EOS, which comes from nowhere.
+    origins = np.stack([np.pad(task.origins(source), ((0, 1), (0, 0))) for source in sources])
+    right = torch.from_numpy(origins).to(batch.tokens.device)
+    means = []
+
+    def look(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, ContextualMemory | CausalAttention)
+        (x,) = arguments
+        weights = _weights(layer, x)
+        step = max(1, WEIGHTS // (len(x) * layer.bandwidth.heads * length))
+        # Source token s stands at s + 1.
+        begin = int(isinstance(layer, CausalAttention))
+        total = torch.zeros(3, layer.bandwidth.heads, dtype=torch.float64, device=x.device)
+        for start in range(first, length, step):
+            stop = min(start + step, length)
+            got = weights(start, stop)
+            rows = right[:, None, start - first : stop - first]
+            radius = torch.full_like(got.bandwidth, math.inf) if begin else got.bandwidth
+            weight = (got.weights[..., begin : begin + rows.shape[-1]] * rows).sum(-1)
+            total += torch.stack([part.double().sum((0, 2)) for part in (got.support, radius, weight)])
+        asked = right.any(2).sum()
+        means.append((total / total.new_tensor([[right[..., 0].numel()]] * 2 + [[asked]])).tolist())
+
+    layers = [m for m in model.modules() if isinstance(m, ContextualMemory | CausalAttention)]
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    try:
+        model.eval()(batch.tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    names = ("support", "bandwidth", "right_weight")
+    return {
+        name: [[x if math.isfinite(x) else None for x in layer[i]] for layer in means]
+        for i, name in enumerate(names if means else ())
+    }
+
+
+def _weights(layer: ContextualMemory | CausalAttention, x: Tensor) -> Callable[[int, int], AttentionWeights]:
+    """The weights of the queries at positions start … stop − 1 on all keys that they may see."""
+    if isinstance(layer, CausalAttention):
+        # The last query stands at the last key.
+        return lambda start, stop: layer.weights(x[:, start:stop], x[:, :stop])
+    query, key, scale = layer.read(x)
+
+    def at(start: int, stop: int) -> AttentionWeights:
+        # Position t, from 1 on, sees the keys before it.
+        rows = slice(start - 1, stop - 1)
+        own = scale[..., rows] if isinstance(scale, Tensor) and scale.shape[-1] > 1 else scale
+        return attention_weights(
+            query[:, :, rows], key[:, :, : stop - 1], scale=own, kernel=layer.kernel, window=(-1, 0)
+        )
+
+    return at
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def _show(runs: Sequence[Run]) -> None:
+    """Exact match by test length, in the order of the runs."""
+    lengths = [str(length) for length in runs[0].config.task.lengths]
+    rows = []
+    for r in runs:
+        model, found = r.config.model, r.results() if r.finished else {}
+        name = r.config.name if isinstance(model, MosaicConfig) else f"{r.config.name}, {model.positions}"
+        exact = found.get("exact_match", {})
+        escaped = found.get("escape_step")
+        rows.append(
+            (
+                name,
+                str(r.config.seed),
+                *(f"{exact[at]:.3f}" if at in exact else "—" for at in lengths),
+                "—" if escaped is None else str(escaped),
+            )
+        )
+    print()
+    print(f"{runs[0].config.task.name}: exact match by source length")
+    console.show_table(("model", "seed", *lengths, "escape step"), rows)
+
+
+def panels(groups: Sequence[Group], color: Callable[[str], str]) -> list[Callable[[Axes], None]]:
+    """Exact match and token accuracy over source length, two panels for each setting; for the report.
+
+    Lines are means over seeds, bands their 95 % Student t intervals, cut at 0 and 1. The source lengths of
+    training are shaded.
+
+    Args:
+        groups: of runs; those without lengths are left out.
+        color: of a group, by its name.
+    """
+    found = [one for one in groups if one.finished and _lengths(one, "exact_match")]
+    measures = (("exact_match", "exact match"), ("token_accuracy", "token accuracy"))
+
+    def panel_of(setting: str, key: str, label: str) -> Callable[[Axes], None]:
+        def panel(axes: Axes) -> None:
+            for one in found:
+                if one.setting != setting:
+                    continue
+                by_length = _lengths(one, key)
+                estimates = [statistics.mean(values) for values in by_length.values()]
+                x, y = np.array([*by_length]), np.array([e.mean for e in estimates])
+                axes.plot(x, y, "o-", color=color(one.name), label=one.name, markersize=3, linewidth=1.4)
+                if all(e.freedom for e in estimates):
+                    half = np.array([e.half() for e in estimates])
+                    low, high = (y - half).clip(0, 1), (y + half).clip(0, 1)
+                    axes.fill_between(x, low, high, color=color(one.name), alpha=0.2, linewidth=0)
+                task = one.config["task"]
+                ticks = [*by_length]
+            axes.axvspan(task["shortest"], task["longest"], color="#888888", alpha=0.15, linewidth=0)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(ticks, [str(tick) for tick in ticks])
+            axes.minorticks_off()
+            axes.set_title(f"{task['name']}, {setting}")
+            axes.set(xlabel="source length", ylabel=label, ylim=(-0.03, 1.03))
+            axes.grid(alpha=0.25)
+            axes.legend(fontsize=8)
+
+        return panel
+
+    settings = dict.fromkeys(one.setting for one in found)
+    return [panel_of(setting, *measure) for setting in settings for measure in measures]
+
+
+def _lengths(one: Group, key: str) -> dict[int, list[float]]:
+    """The numbers at ``key`` by length, one of each run, at the lengths that all runs have."""
+    tables: list[Mapping[str, float]] = [run.results.get(key, {}) for run in one.runs]
+    shared = set.intersection(*(set(t) if isinstance(t, Mapping) else set() for t in tables))
+    return {int(at): [t[at] for t in tables] for at in sorted(shared, key=int)}
