@@ -174,6 +174,7 @@ def _add_compare(commands: Commands[Parser]) -> None:
         commands, "compare", _compare, "train every kernel × depth × seed on the same batches of stories"
     )
     command.add_argument("task", choices=("stories",), help="what is learned")
+    command.add_argument("--models", type=_names(MODELS), metavar="A,B", help=f"of {', '.join(MODELS)}")
     command.add_argument("--kernels", type=_kernel_names, metavar="A,B", help="default: eight of the table")
     command.add_argument("--layers", type=_whole(1), nargs="+", metavar="L", help="default: 1")
     command.add_argument("--seeds", type=_whole(0), nargs="+", metavar="S", help="default: 0")
@@ -181,8 +182,9 @@ def _add_compare(commands: Commands[Parser]) -> None:
 
 
 def _add_train(commands: Commands[Parser]) -> None:
-    command = _command(commands, "train", _compare, "train one Memory Mosaic on stories, or go on with it")
+    command = _command(commands, "train", _compare, "train one model on stories, or go on with it")
     command.add_argument("task", choices=("stories",), help="what is learned")
+    command.add_argument("--model", dest="models", choices=MODELS, nargs=1, help="default: mosaic")
     command.add_argument("--kernel", dest="kernels", type=_kernel_names, metavar="A", default=("gaussian",))
     command.add_argument("--layers", type=_whole(1), nargs=1, metavar="L", help="default: 1")
     command.add_argument("--seed", dest="seeds", type=_whole(0), nargs=1, metavar="S", help="default: 0")
@@ -208,6 +210,9 @@ def _add_training(command: Parser) -> None:
     for name in ("lr", "norm-lr", "scalar-lr"):
         command.add_argument(f"--{name}", type=_positive)
     command.add_argument("--dropout", type=float)
+    command.add_argument("--positions", help="of a transformer: learned, none, rotary (default), alibi, nape")
+    command.add_argument("--compile", dest="compiled", action="store_true", help="use torch.compile")
+    command.add_argument("--tensorboard", action="store_true", help="write losses for TensorBoard too")
     command.add_argument("--precision", choices=("float32", "bf16"))
     command.add_argument("--device", help="cpu (default), cuda, …")
 

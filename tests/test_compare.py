@@ -174,3 +174,24 @@ def test_kernel_use_against_the_weights_themselves():
     rows = evaluate.attention_map(model, tokens[0])
     torch.testing.assert_close(torch.tensor(rows[0])[:, 1:, :-1], w.weights[0], rtol=0, atol=1e-4)
     assert not torch.tensor(rows[0])[:, 0].any()
+
+
+def test_a_transformer_beside_a_mosaic_and_losses_for_tensorboard(text, tmp_path, capsys):
+    chosen = ["--models", "mosaic,transformer,mamba", "--kernels", "biweight", "--tensorboard"]
+    assert main(command(text, tmp_path, *chosen, "--positions", "nape")) == 0
+    runs = {r.config.name: r for r in find_runs([tmp_path])}
+    assert {*runs} == {"biweight", "transformer, biweight", "mamba"}
+    assert runs["transformer, biweight"].config.model.positions == "nape"
+    for name, r in runs.items():
+        assert r.finished
+        assert ("attention" in r.results()) == (name == "biweight")
+        assert [*(r.folder / "tensorboard").glob("events.*")]
+    out = capsys.readouterr().out
+    assert "transformer, biweight" in out
+    assert main(["generate", str(runs["mamba"].folder)]) == 2
+    assert "is no mosaic that was trained on stories" in capsys.readouterr().err
+
+
+def test_positions_that_do_not_exist(text, tmp_path, capsys):
+    assert main(command(text, tmp_path, "--models", "transformer", "--positions", "left")) == 2
+    assert "unknown positions 'left'; known: learned, none" in capsys.readouterr().err

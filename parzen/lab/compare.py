@@ -36,6 +36,7 @@ from parzen.lab.tasks.stories import (
 from parzen.lab.train import Keeper, TrainConfig, load_weights, train
 from parzen.models.generate import generate
 from parzen.models.mosaic import Mosaic, MosaicConfig
+from parzen.models.sequence import SequenceConfig
 
 EIGHT = (
     "gaussian",
@@ -58,21 +59,26 @@ class Comparison:
     Attributes:
         data, valid, tokenizer: as in ``load_stories``.
         runs: the folder that holds the run folders.
-        kernels, layers, seeds: what differs.
+        models: "mosaic", and names of ``MIXERS``.
+        kernels, layers, seeds: what else differs; mosaics and transformers have a kernel.
         tokens: training tokens of each run (rounded up to whole steps).
         minutes: instead: about how long all runs take together, turned once into a common number of tokens.
-        width, heads, slots, vocab, context, dropout: of every model.
+        width, heads, vocab, context, dropout: of every model.
+        slots: of mosaics.
+        positions: of transformers (see ``SequenceConfig``).
         batch, accumulate, lr, norm_lr, scalar_lr, precision: of training (see ``TrainConfig``).
         curve: how often the validation loss is taken.
         sample: on how many windows, spread over the validation text; None: all, as at the end.
         most: bytes of text to read or to generate; None: all.
         device: where it runs.
+        compiled, tensorboard: see ``sweep``.
     """
 
     data: Path | None = None
     valid: Path | None = None
     tokenizer: Path | None = None
     runs: Path = Path("runs/stories")
+    models: Sequence[str] = ("mosaic",)
     kernels: Sequence[str] = EIGHT
     layers: Sequence[int] = (1,)
     seeds: Sequence[int] = (0,)
@@ -81,6 +87,7 @@ class Comparison:
     width: int = 128
     heads: int = 4
     slots: int = 448
+    positions: str = "rotary"
     vocab: int = 2048
     context: int = 256
     dropout: float = 0.0
@@ -94,6 +101,8 @@ class Comparison:
     sample: int | None = None
     most: int | None = None
     device: str = "cpu"
+    compiled: bool = False
+    tensorboard: bool = False
 
 
 def run(comparison: Comparison) -> int:
@@ -132,6 +141,8 @@ def train_all(comparison: Comparison, stories: Stories) -> tuple[list[Run], int]
         Language(stories, comparison.context, _sampled(windows, comparison.sample)),
         lambda model, config: {**results(model, windows, stories.tokenizer), "baselines": baselines},
         device=comparison.device,
+        compiled=comparison.compiled,
+        tensorboard=comparison.tensorboard,
         files={
             "tokenizer.json": stories.tokenizer.to_str().encode(),
             "text.json": to_bytes(
@@ -165,25 +176,32 @@ def plan(comparison: Comparison, stories: Stories, tokens: int) -> list[RunConfi
             precision=comparison.precision,
         )
         return [
-            RunConfig(stories.config, _mosaic(comparison, stories.vocab, name, layers), schedule, seed)
+            RunConfig(stories.config, model, schedule, seed)
             for seed, layers, name in itertools.product(
-                comparison.seeds, comparison.layers, comparison.kernels
+                comparison.seeds, comparison.layers, comparison.models
             )
+            for model in _models(comparison, stories.vocab, layers, name)
         ]
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def _mosaic(comparison: Comparison, vocab: int, name: str, layers: int) -> MosaicConfig:
-    return MosaicConfig(
+def _models(c: Comparison, vocab: int, layers: int, name: str) -> list[MosaicConfig | SequenceConfig]:
+    kernels = [spell(kernel(k)) for k in c.kernels]
+    if name == "mosaic":
+        sizes = (vocab, layers, c.heads, c.width, c.slots)
+        return [MosaicConfig(*sizes, k, dropout=c.dropout) for k in kernels]
+    model = SequenceConfig(
         vocab,
+        c.width,
         layers,
-        comparison.heads,
-        comparison.width,
-        comparison.slots,
-        spell(kernel(name)),
-        dropout=comparison.dropout,
+        name,
+        c.heads,
+        positions=c.positions if name == "transformer" else "learned",
+        max_length=c.context,
+        dropout=c.dropout,
     )
+    return [replace(model, kernel=k) for k in kernels] if name == "transformer" else [model]
 
 
 def _tokens(comparison: Comparison, stories: Stories) -> int:
@@ -236,16 +254,16 @@ def results(model: nn.Module, windows: evaluate.Windows, tokenizer: Tokenizer) -
     whole = windows[0][: max(1, len(windows[0]) - 1)]
     spread = torch.linspace(0, len(whole) - 1, min(USE_WINDOWS, len(whole))).long()
     sentence = whole[0][:MAP_TOKENS]
-    return {
+    found = {
         "loss": value,
         "perplexity": math.exp(value),
         "loss_by_position": (total / counted.clamp_min(1)).tolist(),
         **evaluate.kernel_use(model, whole[spread]),
-        "attention": {
-            "words": [tokenizer.decode([i], skip_special_tokens=False) for i in sentence.tolist()],
-            "layers": evaluate.attention_map(model, sentence),
-        },
     }
+    if layers := evaluate.attention_map(model, sentence):
+        words = [tokenizer.decode([i], skip_special_tokens=False) for i in sentence.tolist()]
+        found["attention"] = {"words": words, "layers": layers}
+    return found
 
 
 HEADERS = ("kernel", "layers", "seed", "validation loss", "keys with weight", "tokens", "tokens/s")
@@ -261,7 +279,7 @@ def _show(runs: Sequence[Run], baselines: dict[str, float]) -> None:
                 str(r.config.model.layers),
                 str(r.config.seed),
                 f"{got['loss']:.3f}" if got else "—",
-                f"{got['share_of_keys']:.1%}" if r.finished else "—",
+                f"{got['share_of_keys']:.1%}" if "share_of_keys" in got else "—",
                 (f"{got['tokens']:,}" if got else "—") + ("" if r.finished else " (not finished)"),
                 f"{r.speed:,.0f}" if r.speed else "—",
             )

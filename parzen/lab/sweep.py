@@ -32,6 +32,8 @@ def sweep(
     results: Callable[[Backbone, RunConfig], Mapping[str, Any]],
     *,
     device: str = "cpu",
+    compiled: bool = False,
+    tensorboard: bool = False,
     files: Mapping[str, bytes] | None = None,
 ) -> tuple[list[Run], int]:
     """Trains every run below ``root`` that is not finished; all of them, and an exit status.
@@ -43,6 +45,8 @@ def sweep(
         configs: of the runs, all of the same ``task``.
         results: what is written of a model, with its best weights, when its training is done.
         device: where it runs.
+        compiled: whether models go through ``torch.compile``.
+        tensorboard: whether losses go to TensorBoard too, in a folder of each run.
         files: what else belongs into the folder of each run, by name.
 
     Raises:
@@ -61,7 +65,8 @@ def sweep(
                 try:
                     for name, data in (files or {}).items():
                         write_whole(run.folder / name, data)
-                    _finish(run, task, results, device, progress)
+                    writer = _writer(run.folder / "tensorboard") if tensorboard else None
+                    _finish(run, task, results, progress, writer, device=device, compiled=compiled)
                 except UserError as error:
                     failed.append(f"failed: {run.config.label}: {error}")
                     write_whole(run.folder / "error.txt", f"{error}\n".encode())
@@ -74,12 +79,21 @@ def sweep(
     return runs, status
 
 
+def _writer(folder: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise UserError("tensorboard is not installed; run: pip install 'parzen[tensorboard]'") from error
+    return SummaryWriter(folder)
+
+
 def _finish(
     run: Run,
     task: Task,
     results: Callable[[Backbone, RunConfig], Mapping[str, Any]],
-    device: str,
     progress: console.Progress,
+    writer: Any,
+    **options: Any,
 ) -> None:
     config = run.config
     progress.part(config.label)
@@ -87,11 +101,17 @@ def _finish(
     def report(now: Progress) -> None:
         status = f"train {now.loss:.3f}, {now.tokens / now.seconds:,.0f} tokens/s"
         progress.step(status)
+        if writer:
+            writer.add_scalar("loss/train", now.loss, now.step)
         if now.valid is not None:
             progress.mark(f"valid {now.valid:.3f}, {status}")
+            if writer:
+                writer.add_scalar("loss/validation", now.valid, now.step)
 
     model = build(config)
-    train(model, task, config.train, config.seed, run, device=device, report=report)
+    train(model, task, config.train, config.seed, run, report=report, **options)
+    if writer:
+        writer.close()
     best = run.load("best")
     assert best is not None
     load_weights(model, best[0])
