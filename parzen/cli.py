@@ -218,8 +218,8 @@ def _add_training(command: Parser) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    compare = import_module("parzen.lab.compare")
-    return int(compare.run(compare.Comparison(**_given(arguments, "task"))))
+    stories = import_module("parzen.lab.experiments.stories")
+    return int(stories.run(stories.Comparison(**_given(arguments, "task"))))
 
 
 def _add_regbench(commands: Commands[Parser]) -> None:
@@ -308,8 +308,8 @@ def _add_evaluate(commands: Commands[Parser]) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    compare = import_module("parzen.lab.compare")
-    return int(compare.evaluate_run(arguments.folder, arguments.valid, arguments.to))
+    again = import_module("parzen.lab.again")
+    return int(again.evaluate_run(arguments.folder, arguments.valid, arguments.to))
 
 
 def _add_generate(commands: Commands[Parser]) -> None:
@@ -323,9 +323,9 @@ def _add_generate(commands: Commands[Parser]) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    compare = import_module("parzen.lab.compare")
+    stories = import_module("parzen.lab.experiments.stories")
     return int(
-        compare.generate_from(
+        stories.generate_from(
             arguments.folder,
             arguments.prompt,
             arguments.tokens,

@@ -16,8 +16,9 @@ from torch import nn
 from torch.testing import assert_close
 
 from parzen.cli import main
-from parzen.lab import compare, demo, evaluate, sweep
+from parzen.lab import demo, evaluate, sweep
 from parzen.lab.console import duration, markdown_table, progress, show_table
+from parzen.lab.experiments import stories
 from parzen.lab.runs import find_runs
 from parzen.lab.tasks.stories import IGNORED, generated_stories
 from parzen.models.mosaic import Mosaic, MosaicConfig
@@ -161,7 +162,7 @@ def test_ctrl_c_from_outside(text, tmp_path):
 
 @pytest.mark.parametrize("to", ["/proc/run", "{text}", "{text}/run"])
 def test_a_place_that_cannot_be_written_is_known_before_training(text, capsys, monkeypatch, to):
-    monkeypatch.setattr(compare, "load_stories", None)
+    monkeypatch.setattr(stories, "load_stories", None)
     place = to.format(text=text)
     assert main(["demo", "--data", str(text), "--to", place]) == 2
     out, err = capsys.readouterr()

@@ -53,6 +53,16 @@ def test_regbench_is_not_run_again_and_lists_n_grams(regbench_runs, capsys, monk
     assert set(rows[3:]) == {"gaussian", "epanechnikov", "mamba"}
 
 
+def test_a_run_can_be_evaluated_again(regbench_runs, tmp_path, capsys):
+    run = next(r for r in find_runs([regbench_runs]) if r.config.name == "epanechnikov")
+    assert main(["evaluate", str(run.folder), "--to", str(tmp_path / "again.json")]) == 0
+    got = json.loads((tmp_path / "again.json").read_text())
+    assert got["tvd"] == run.results()["tvd"]
+    assert "support, layer 1" in capsys.readouterr().out
+    assert main(["evaluate", str(run.folder), "--valid", str(tmp_path)]) == 2
+    assert "was not trained on stories" in capsys.readouterr().err
+
+
 def test_the_report_reads_regbench(regbench_runs, tmp_path, capsys):
     assert main(["report", str(regbench_runs), "--to", str(tmp_path)]) == 0
     table = (tmp_path / "table.md").read_text()

@@ -18,6 +18,17 @@ from parzen.lab.train import TrainConfig
 from parzen.models.mosaic import MosaicConfig
 from parzen.models.sequence import SequenceConfig
 
+# The kernels that the paper compares.
+EIGHT = (
+    "gaussian",
+    "epanechnikov",
+    "biweight",
+    "triweight",
+    "normrelu",
+    "relumax",
+    "knn_uniform",
+    "knn_gaussian",
+)
 # What a config may be made of, by the name that its JSON carries.
 TASKS: dict[str, type] = {"stories": StoriesConfig, "regbench": RegBenchConfig, "length": LengthConfig}
 MODELS: dict[str, type] = {"mosaic": MosaicConfig, "sequence": SequenceConfig}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from parzen.lab import compare
-from parzen.lab.compare import Comparison
+from parzen.lab.experiments import stories as experiment
+from parzen.lab.experiments.stories import Comparison
 from parzen.lab.files import write_whole
 from parzen.lab.report import report
 from parzen.lab.tasks.stories import MOST_TEXT, Stories
@@ -39,9 +39,9 @@ def run(comparison: Comparison, to: Path) -> int:
     """
     # Better to learn now than in four minutes that nothing can be written.
     write_whole(to / "README.md", ABOUT)
-    stories = compare.load(comparison)
+    stories = experiment.load(comparison)
     _choose_threads(comparison, stories)
-    runs, status = compare.train_all(replace(comparison, runs=to / "runs"), stories)
+    runs, status = experiment.train_all(replace(comparison, runs=to / "runs"), stories)
     if begun := [r for r in runs if r.finished or r.metrics()]:
         report(begun, to)
         print(f"\nsaved in {to}: index.html, table.md, loss.png, …")
@@ -59,5 +59,5 @@ def _choose_threads(comparison: Comparison, stories: Stories) -> None:
     times = {}
     for threads in {1, cores}:
         torch.set_num_threads(threads)
-        times[threads] = compare.seconds_a_step(comparison, stories, steps=5)
+        times[threads] = experiment.seconds_a_step(comparison, stories, steps=5)
     torch.set_num_threads(min(times, key=times.__getitem__))

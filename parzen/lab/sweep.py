@@ -79,6 +79,21 @@ def sweep(
     return runs, status
 
 
+def best_model(folder: Path) -> tuple[Run, Backbone]:
+    """The run in ``folder`` and its model with the best weights so far.
+
+    Raises:
+        UserError: no such run, or it has no checkpoint yet.
+    """
+    run = Run.open(folder)
+    saved = run.load("best")
+    if saved is None:
+        raise UserError(f"{folder} has no best.safetensors yet: train it for longer")
+    model = build(run.config)
+    load_weights(model, saved[0])
+    return run, model.eval()
+
+
 def _writer(folder: Path) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -112,12 +127,9 @@ def _finish(
     train(model, task, config.train, config.seed, run, report=report, **options)
     if writer:
         writer.close()
-    best = run.load("best")
-    assert best is not None
-    load_weights(model, best[0])
+    _, model = best_model(run.folder)
     counted = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": run.metrics()[-1]["tokens"],
-        "best_step": best[1]["step"],
     }
-    run.finish({**results(model.cpu().eval(), config), **counted})
+    run.finish({**results(model, config), **counted})

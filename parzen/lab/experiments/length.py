@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from parzen.attention import AttentionWeights, attention_weights
 from parzen.kernels import kernel, spell
 from parzen.lab import console, evaluate, statistics
-from parzen.lab.compare import EIGHT
-from parzen.lab.config import RunConfig
+from parzen.lab.config import EIGHT, RunConfig
 from parzen.lab.errors import UserError
 from parzen.lab.runs import Run
 from parzen.lab.sweep import sweep
@@ -296,7 +295,7 @@ def results(model: Backbone, config: RunConfig) -> dict[str, Any]:
         length);
         if attention can be read: ``heads`` (see ``attention_use``) by length, and their summary:
         ``mean_support`` over all heads, ``right_weight`` of the head that gives the right keys most;
-        of mosaics, ``evaluate.kernel_use`` on samples of the first length.
+        of mosaics, ``evaluate.kernel_use`` on samples of the longest training length.
     """
     data: LengthConfig = config.task
     validation = Lengths(data).evaluate(model)
@@ -316,8 +315,13 @@ def results(model: Backbone, config: RunConfig) -> dict[str, Any]:
             found.setdefault("heads", {})[at] = heads
             found.setdefault("mean_support", {})[at] = float(np.mean(heads["support"]))
             found.setdefault("right_weight", {})[at] = max(map(max, heads["right_weight"]))
-    inputs = _some(model, data, data.lengths[0]).tokens
-    return {**found, **evaluate.kernel_use(model, inputs)}
+    # A whole map of the weights is affordable on short sources only.
+    return {**found, **evaluate.kernel_use(model, _some(model, data, data.longest).tokens)}
+
+
+def again(run: Run, model: Backbone) -> dict[str, Any]:
+    """``results`` once more."""
+    return results(model, run.config)
 
 
 def escape(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

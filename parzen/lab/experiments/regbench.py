@@ -17,8 +17,7 @@ import torch
 
 from parzen.kernels import kernel, spell
 from parzen.lab import console, evaluate
-from parzen.lab.compare import EIGHT
-from parzen.lab.config import RunConfig
+from parzen.lab.config import EIGHT, RunConfig
 from parzen.lab.errors import UserError
 from parzen.lab.runs import Run
 from parzen.lab.sweep import sweep
@@ -85,9 +84,9 @@ SCALES = {
         kernels=("gaussian", "epanechnikov"),
     ),
     "small": Scale(
-        (1000,), (500, 1000), 20, 2e-3, 2,
+        (1000,), (500, 1000), 10, 5e-3, 1,
         {"layers": 2, "heads": 8, "width": 128, "slots": 448}, _alike(width=64, layers=2),
-        norm_lr=30.0, scalar_lr=0.1,
+        norm_lr=10.0, scalar_lr=0.3,
     ),
     "paper": Scale(
         (1000, 2500, 5000, 10_000, 20_000, 40_000), (500, 1000), 200, 1e-4, 1,
@@ -146,9 +145,7 @@ def run(experiment: Experiment) -> int:
     status = 0
     for examples in experiment.examples or SCALES[experiment.scale].examples:
         task, configs = plan(experiment, examples)
-        data = load_regbench(
-            examples, seed=task.data_seed, validation=task.validation, test=task.test, bounds=task
-        )
+        data = _data(task)
         baselines = {f"{n}-gram": summary(score_ngram(data.test, n)) for n in (1, 2, 3)}
 
         def judge(model: Backbone, config: RunConfig, data: RegBench = data) -> dict[str, Any]:
@@ -193,6 +190,17 @@ def plan(experiment: Experiment, examples: int) -> tuple[RegBenchConfig, list[Ru
     return task, [
         RunConfig(task, model, training, seed) for seed, model in itertools.product(experiment.seeds, models)
     ]
+
+
+def _data(task: RegBenchConfig) -> RegBench:
+    return load_regbench(
+        task.examples, seed=task.data_seed, validation=task.validation, test=task.test, bounds=task
+    )
+
+
+def again(run: Run, model: Backbone) -> dict[str, Any]:
+    """``results`` on the test instances."""
+    return results(model, _data(run.config.task).test)
 
 
 @torch.no_grad()

@@ -17,12 +17,12 @@ from torch import nn
 
 from parzen.kernels import kernel, spell
 from parzen.lab import console, evaluate
-from parzen.lab.config import RunConfig
+from parzen.lab.config import EIGHT, RunConfig
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
 from parzen.lab.language import Language
 from parzen.lab.runs import Run, read_json, to_bytes
-from parzen.lab.sweep import build, sweep
+from parzen.lab.sweep import best_model, build, sweep
 from parzen.lab.tasks.ngrams import Bigram
 from parzen.lab.tasks.stories import (
     END,
@@ -33,21 +33,12 @@ from parzen.lab.tasks.stories import (
     read_tokenizer,
     token_stream,
 )
-from parzen.lab.train import Keeper, TrainConfig, load_weights, train
+from parzen.lab.train import Keeper, TrainConfig, train
+from parzen.models.backbone import Backbone
 from parzen.models.generate import generate
 from parzen.models.mosaic import Mosaic, MosaicConfig
 from parzen.models.sequence import SequenceConfig
 
-EIGHT = (
-    "gaussian",
-    "epanechnikov",
-    "biweight",
-    "triweight",
-    "normrelu",
-    "relumax",
-    "knn_uniform",
-    "knn_gaussian",
-)
 # How many validation windows show what the kernel does, and how many words the attention map has.
 USE_WINDOWS, MAP_TOKENS = 32, 24
 
@@ -146,7 +137,11 @@ def train_all(comparison: Comparison, stories: Stories) -> tuple[list[Run], int]
         files={
             "tokenizer.json": stories.tokenizer.to_str().encode(),
             "text.json": to_bytes(
-                {**{k: str(v.resolve()) if v else None for k, v in paths.items()}, **stories.hashes}
+                {
+                    **{k: str(v.resolve()) if v else None for k, v in paths.items()},
+                    "most": comparison.most,
+                    **stories.hashes,
+                }
             ),
         },
     )
@@ -291,69 +286,40 @@ def _show(runs: Sequence[Run], baselines: dict[str, float]) -> None:
 # ---- one run, afterwards -------------------------------------------------------------------------
 
 
-def open_model(folder: Path) -> tuple[Run, Mosaic, Tokenizer]:
-    """The run in ``folder`` with its best weights and its tokeniser.
+def again(run: Run, model: Backbone, valid: Path | None) -> dict[str, Any]:
+    """``results`` on the run's own validation text or another.
 
     Raises:
-        UserError: no such run, one of another kind, or it has no checkpoint yet.
+        UserError: a text that cannot be used, or that has changed.
     """
-    r = Run.open(folder)
-    if not isinstance(r.config.task, StoriesConfig) or not isinstance(r.config.model, MosaicConfig):
-        raise UserError(f"{folder} is no mosaic that was trained on stories")
-    saved = r.load("best")
-    if saved is None:
-        raise UserError(f"{folder} has no best.safetensors yet: train it for longer")
-    model = Mosaic(r.config.model)
-    load_weights(model, saved[0])
-    return r, model.eval(), read_tokenizer(folder / "tokenizer.json")
-
-
-def evaluate_run(folder: Path, valid: Path | None, to: Path | None) -> int:
-    """Prints what ``results`` says of the best weights, on the run's own validation text or another."""
-    r, model, tokenizer = open_model(folder)
-    text = read_json(folder / "text.json")
+    text = read_json(run.folder / "text.json")
+    tokenizer = read_tokenizer(run.folder / "tokenizer.json")
+    context = run.config.task.context
     if valid is None and text["valid"] is None:
         stories = load_stories(
             Path(text["data"]) if text["data"] else None,
-            tokenizer=folder / "tokenizer.json",
-            context=r.config.task.context,
-            most=None,
+            tokenizer=run.folder / "tokenizer.json",
+            context=context,
+            most=text["most"],
         )
-        if stories.config.valid != r.config.task.valid:
+        if stories.config.valid != run.config.task.valid:
             raise UserError(
-                f"{text['data']} has changed since {folder} was trained; give a text with --valid"
+                f"{text['data']} has changed since {run.folder} was trained; give a text with --valid"
             )
         stream = stories.valid
     else:
-        path = valid or Path(text["valid"])
-        stream, _ = token_stream(open_text(path, held_out=True), tokenizer, lead=True)
-    windows = Stories(tokenizer, stream, stream, "").windows(r.config.task.context)
-    got = results(model, windows, tokenizer)
-    if to is not None:
-        write_whole(to, to_bytes(got))
-    console.show_table(
-        ("", r.config.label),
-        [
-            ("loss (nats a token)", f"{got['loss']:.4f}"),
-            ("perplexity", f"{got['perplexity']:.2f}"),
-            ("keys with weight", f"{got['share_of_keys']:.1%}"),
-            *((f"support, layer {i + 1}", _list(x)) for i, x in enumerate(got["support"])),
-            *((f"bandwidth H, layer {i + 1}", _list(x)) for i, x in enumerate(got["bandwidth"])),
-            *((f"entropy, layer {i + 1}", _list(x)) for i, x in enumerate(got["entropy"])),
-        ],
-    )
-    return 0
-
-
-def _list(values: Sequence[float | None]) -> str:
-    return "  ".join("∞" if x is None else f"{x:.2f}" for x in values)
+        stream, _ = token_stream(open_text(valid or Path(text["valid"]), held_out=True), tokenizer, lead=True)
+    return results(model, Stories(tokenizer, stream, stream, "").windows(context), tokenizer)
 
 
 def generate_from(
     folder: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int
 ) -> int:
     """Prints ``prompt`` and what the run's best weights write after it."""
-    _, model, tokenizer = open_model(folder)
+    run, model = best_model(folder)
+    if not isinstance(run.config.task, StoriesConfig) or not isinstance(model, Mosaic):
+        raise UserError(f"{folder} is no mosaic that was trained on stories")
+    tokenizer = read_tokenizer(folder / "tokenizer.json")
     ids = tokenizer.encode(prompt or END).ids
     generator = torch.Generator().manual_seed(seed)
     written = generate(model, torch.tensor([ids]), tokens, temperature, top_k, generator)
