@@ -30,6 +30,7 @@ from matplotlib.ticker import EngFormatter
 from parzen.kernels import KERNELS
 from parzen.lab import console, figures, statistics
 from parzen.lab.errors import UserError
+from parzen.lab.experiments import length
 from parzen.lab.files import write_whole
 from parzen.lab.runs import Run, read_json
 
@@ -53,8 +54,10 @@ class Record:
     environment: Mapping[str, Any]
 
     def numbers(self, key: str) -> list[float]:
-        """The finite number that the results hold at ``key``, or nothing."""
-        value: Any = self.results.get(key)
+        """The finite number that the results hold at ``key`` ("a.b" where objects are nested), or nothing."""
+        value: Any = self.results
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
         return [float(value)] if _finite(value) else []
 
 
@@ -188,7 +191,11 @@ MEASURES: tuple[tuple[str, str, str], ...] = (
 
 
 def _columns(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
-    return [m for i, m in enumerate(MEASURES) if i < 2 or any(g.values(m[0]) for g in groups)]
+    """What is measured: those of ``MEASURES`` that are there, and exact match at each length."""
+    tables = [run.results.get("exact_match") for one in groups for run in one.runs]
+    lengths = {int(at) for table in tables if isinstance(table, Mapping) for at in table if at.isdecimal()}
+    exact = [(f"exact_match.{at}", f"exact match, {at:,}", ".3f") for at in sorted(lengths)]
+    return [m for i, m in enumerate(MEASURES) if i < 2 or any(g.values(m[0]) for g in groups)] + exact
 
 
 def against(one: Group, groups: Sequence[Group], other: str = "gaussian") -> statistics.Estimate | None:
@@ -539,12 +546,19 @@ def _figures(groups: Sequence[Group]) -> dict[str, tuple[list[Panel], tuple[floa
             "grey is 0 in every head, to the 4 digits kept.",
         ),
     }
+    if by_length := length.panels(groups, lambda name: _color(name, groups)):
+        drawn["length"] = (
+            by_length,
+            (4.6, 3.6),
+            "Exact match and token accuracy by source length, the right target being read: the mean over "
+            "seeds and its 95 % interval. Grey: the lengths of training.",
+        )
     return {name: entry for name, entry in drawn.items() if entry[0]}
 
 
 # ---- the page ------------------------------------------------------------------------------------
 
-HEADINGS = {"loss": "Loss", "support": "Support", "attention": "A sentence"}
+HEADINGS = {"length": "Length", "loss": "Loss", "support": "Support", "attention": "A sentence"}
 
 STYLE = """
 :root { color-scheme: light dark;

@@ -35,7 +35,7 @@ from parzen.models.sequence import SequenceConfig, SequenceModel
 from parzen.models.transformer import CausalAttention
 
 if TYPE_CHECKING:
-    from parzen.lab.report import Group
+    from parzen.lab.report import Group, Panel
 
 MODELS = ("mosaic", "transformer")
 # What Vasylenko et al. compare: kernel and bandwidth of the Transformers if neither is given.
@@ -204,8 +204,7 @@ def run(experiment: Experiment) -> int:
     root = experiment.runs or Path("runs/length") / experiment.task
 
     def judge(model: Backbone, config: RunConfig) -> dict[str, Any]:
-        found = results(model.to(experiment.device), config)
-        return {**found, **escape(Run(root / config.digest(), config).metrics())}
+        return again(Run(root / config.digest(), config), model.to(experiment.device))
 
     runs, status = sweep(root, configs, Lengths(configs[0].task), judge, device=experiment.device)
     _show(runs)
@@ -320,14 +319,9 @@ def results(model: Backbone, config: RunConfig) -> dict[str, Any]:
 
 
 def again(run: Run, model: Backbone) -> dict[str, Any]:
-    """``results`` once more."""
-    return results(model, run.config)
-
-
-def escape(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """``escape_step``: of the first evaluation with an exact match above ``ESCAPED``, or None."""
-    steps = (line["step"] for line in metrics if line["exact_match"] > ESCAPED)
-    return {"escape_step": next(steps, None)}
+    """``results``, and ``escape_step``: the first evaluation with an exact match above ``ESCAPED``, or None."""
+    steps = (line["step"] for line in run.metrics() if line["exact_match"] > ESCAPED)
+    return {**results(model, run.config), "escape_step": next(steps, None)}
 
 
 def _some(model: nn.Module, data: LengthConfig, length: int) -> Batch:
@@ -445,7 +439,7 @@ def _show(runs: Sequence[Run]) -> None:
     console.show_table(("model", "seed", *lengths, "escape step"), rows)
 
 
-def panels(groups: Sequence[Group], color: Callable[[str], str]) -> list[Callable[[Axes], None]]:
+def panels(groups: Sequence[Group], color: Callable[[str], str]) -> list[Panel]:
     """Exact match and token accuracy over source length, two panels for each setting; for the report.
 
     Lines are means over seeds, bands their 95 % Student t intervals, cut at 0 and 1. The source lengths of
@@ -458,7 +452,7 @@ def panels(groups: Sequence[Group], color: Callable[[str], str]) -> list[Callabl
     found = [one for one in groups if one.finished and _lengths(one, "exact_match")]
     measures = (("exact_match", "exact match"), ("token_accuracy", "token accuracy"))
 
-    def panel_of(setting: str, key: str, label: str) -> Callable[[Axes], None]:
+    def panel_of(setting: str, key: str, label: str) -> Panel:
         def panel(axes: Axes) -> None:
             for one in found:
                 if one.setting != setting:
