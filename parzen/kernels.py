@@ -13,7 +13,6 @@ Source: *Sparse Attention as Compact Kernel Regression* (arXiv 2601.22766), eq. 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -37,29 +36,36 @@ class _Part:
         return hash(self._key())
 
 
-def _readable(value: Tensor) -> bool:
+def readable(value: Tensor) -> bool:
     """Whether looking at the values is free: not traced, not mapped, not on another device."""
     return (
         value.device.type == "cpu"
         and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._functorch.is_functorch_wrapped_tensor(value)
     )
 
 
-def _check(name: str, value: object, low: float, high: float, domain: str) -> None:
+def check(name: str, value: object, low: float, high: float, domain: str, tensors: bool = True) -> None:
     """Raise unless ``low ≤ value ≤ high``. A tensor that cannot be read for free is trusted."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and tensors:
         if not value.is_floating_point():
             raise TypeError(f"{name} must be a floating-point tensor, got {value.dtype}")
-        if _readable(value) and not bool(((value >= low) & (value <= high)).all()):
-            raise ValueError(f"{name} must be {domain}, got values outside it: {value.detach()}")
+        if readable(value) and value.numel():
+            # As float64: a narrower type would round the bounds, to 0 and ∞.
+            least, most = (x.item() for x in value.detach().double().aminmax())
+            if not low <= least <= most <= high:
+                raise ValueError(f"{name} must be {domain}, got values from {least} to {most}")
     elif isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number or a tensor, got {type(value).__name__}")
+        kinds = "a number or a tensor" if tensors else "a number"
+        raise TypeError(f"{name} must be {kinds}, got {type(value).__name__}")
     elif not low <= value <= high:
         raise ValueError(f"{name} must be {domain}, got {value!r}")
 
 
-_LEAST, _LARGEST = math.ulp(0.0), 1.7976931348623157e308
+# The range of float32, which margins and scales must fit; and a length or count that is no limit, but still
+# fits 64 bits when positions are added.
+LEAST, LARGEST, UNLIMITED = 2.0**-126, 2.0**128 - 2.0**104, 2**40
 
 
 # ---- profiles ------------------------------------------------------------------------------------
@@ -74,13 +80,13 @@ class Exp(_Part):
 class Power(_Part):
     """φ(t) = [t]₊ʳ: r = 0, 1, 2, 3 are uniform, Epanechnikov, biweight, triweight.
 
-    ``r``: a finite number ≥ 0, or (under unit mass only) a tensor with one exponent per head.
+    ``r``: a number ≥ 0, or (under unit mass only) a tensor with one exponent per head.
     """
 
     r: Number
 
     def __post_init__(self) -> None:
-        _check("r", self.r, 0, _LARGEST, "a finite number ≥ 0")
+        check("r", self.r, 0, 2.0**60, "a number ≥ 0 and ≤ 2⁶⁰")
 
 
 # ---- support rules -------------------------------------------------------------------------------
@@ -110,7 +116,7 @@ class WithinRadius(_Part):
         if self.radius is not None:
             if isinstance(self.radius, Tensor):
                 raise TypeError("radius must be a number; for one per head use the tensor scale = 1/h²")
-            _check("radius", self.radius, _LEAST, _LARGEST, "a finite number > 0")
+            check("radius", self.radius, LEAST, 2.0**60, "a number > 0 and ≤ 2⁶⁰", tensors=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,19 +129,20 @@ class WithinMargin(_Part):
     margin: Number = 1.0
 
     def __post_init__(self) -> None:
-        _check("margin", self.margin, _LEAST, _LARGEST, "a finite number > 0")
+        check("margin", self.margin, LEAST, LARGEST, "a number > 0, finite in float32")
 
 
 @dataclass(frozen=True, eq=False)
 class Nearest(_Part):
-    """The ``k`` ≥ 1 best-scoring keys; ties at the k-th score are all kept."""
+    """The ``k`` ≥ 1 best-scoring keys, all of them if they are fewer; ties at the k-th score are all kept."""
 
     k: int = 16
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or isinstance(self.k, bool):
             raise TypeError(f"k must be an integer ≥ 1, got {self.k!r}")
-        _check("k", self.k, 1, _LARGEST, "an integer ≥ 1")
+        if self.k < 1:
+            raise ValueError(f"k must be an integer ≥ 1, got {self.k}")
 
 
 Profile: TypeAlias = "Exp | Power"
@@ -178,7 +185,7 @@ class Kernel(_Part):
             if r is None:
                 raise ValueError("UnitMass goes with Power(r), r ≥ 1; Exp needs no unit mass")
             # Below 1 the gradient is unbounded and the threshold equation loses convexity.
-            _check("r", r, 1, _LARGEST, "≥ 1 under UnitMass (α = 1 + 1/r ≤ 2)")
+            check("r", r, 1, 2.0**60, "≥ 1 under UnitMass (α = 1 + 1/r ≤ 2)")
         if isinstance(rule, Nearest) and r not in (None, 0):
             raise ValueError(f"Nearest goes with Exp or Power(0), got Power({r!r})")
 
@@ -251,7 +258,7 @@ def exponent(alpha: Number) -> Number:
 
 
 def _entmax(alpha: Number) -> Kernel:
-    _check("alpha", alpha, 1, 2, "in [1, 2] (1 is softmax, 2 sparsemax)")
+    check("alpha", alpha, 1, 2, "in [1, 2] (1 is softmax, 2 sparsemax)")
     if isinstance(alpha, Tensor):
         return Kernel(Power(exponent(alpha)), UnitMass())
     # Beyond float64 resolution α-entmax is softmax; the exponent would overflow.
@@ -308,8 +315,8 @@ def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
 
     Args:
         name: a name, an alias, ``name?parameter=value&…``, or a ``Kernel`` (returned as it is).
-        **parameters: ``alpha`` in [1, 2] (entmax), ``margin`` > 0 (relumax), ``radius`` > 0 (normrelu,
-            uniform, gaussian_truncated), ``k`` ≥ 1 (knn_*). alpha and margin may be tensors: a
+        **parameters: ``alpha`` in [1, 2] (entmax), ``margin`` > 0 (relumax), ``radius`` > 0 or "h"
+            (normrelu, uniform, gaussian_truncated), ``k`` ≥ 1 (knn_*). alpha and margin may be tensors: a
             one-dimensional tensor holds one value per head.
 
     Raises:
@@ -342,7 +349,8 @@ def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
     if "alpha" in given:
         return _entmax(given["alpha"])
     rule: Any = type(row.kernel.rule)
-    return Kernel(row.kernel.profile, rule(**given))
+    values = {n: None if n == "radius" and value == "h" else value for n, value in given.items()}
+    return Kernel(row.kernel.profile, rule(**values))
 
 
 def _digits(value: object) -> str:
@@ -411,11 +419,16 @@ class Form:
         return self.profile == EXP or (not isinstance(self.r, Tensor) and self.r == 0)
 
 
+def _wide(x: Number) -> Number:
+    """A float in place of an int, which torch holds to 64 bits."""
+    return float(x) if isinstance(x, int) else x
+
+
 def lower(k: Kernel, scale: Number) -> Form:
     """The numbers of kernel ``k`` at ``scale`` = 1/h² (a float or a tensor)."""
     profile, rule = k.profile, k.rule
     code = POWER if isinstance(profile, Power) else EXP
-    r = profile.r if isinstance(profile, Power) else 1.0
+    r = _wide(profile.r) if isinstance(profile, Power) else 1.0
     if isinstance(rule, UnitMass):
         return Form(code, UNIT_MASS, r)
     if isinstance(rule, WithinRadius):
@@ -423,7 +436,7 @@ def lower(k: Kernel, scale: Number) -> Form:
         level = scale - 0.5 if rule.radius is None else scale * (1 - rule.radius**2 / 2)
         return Form(code, THRESHOLD, r, level)
     if isinstance(rule, WithinMargin):
-        return Form(code, MARGIN, r, rule.margin)
+        return Form(code, MARGIN, r, _wide(rule.margin))
     if isinstance(rule, Nearest):
-        return Form(code, NEAREST, r, k=rule.k)
+        return Form(code, NEAREST, r, k=min(rule.k, UNLIMITED))
     return Form(code, EVERYWHERE, r)

@@ -36,6 +36,7 @@ def test_one_spelling_for_text_and_arguments():
     assert str(kernel("entmax", alpha=1.3)) == "entmax?alpha=1.3"
     assert str(Kernel(Power(2), WithinMargin(1.0))) == "power?r=2&margin=1"
     assert kernel("  Biweight ") == kernel("biweight")
+    assert kernel("normrelu?radius=h") == kernel("normrelu", radius="h") == kernel("normrelu")
 
 
 def test_aliases_are_unique_and_resolve():
@@ -65,6 +66,13 @@ def test_aliases_are_unique_and_resolve():
         (lambda: kernel("entmax", alpha=torch.tensor([1.5, 2.1])), ValueError, r"in \[1, 2\]"),
         (lambda: kernel("entmax", alpha=torch.tensor([1, 2])), TypeError, "floating-point"),
         (lambda: kernel("relumax", margin=torch.tensor([1.0, -1.0])), ValueError, "> 0"),
+        (lambda: kernel("relumax", margin=torch.tensor([1.0, 0.0])), ValueError, "from 0.0 to 1.0"),
+        (lambda: kernel("relumax", margin=torch.tensor(math.inf)), ValueError, "finite"),
+        (lambda: kernel("relumax?margin=1e300"), ValueError, "finite in float32"),
+        (lambda: kernel("relumax?margin=1e-300"), ValueError, "> 0, finite in float32"),
+        (lambda: kernel("power?r=1e20"), ValueError, "≤ 2⁶⁰"),
+        (lambda: kernel("normrelu?radius=1e20"), ValueError, "≤ 2⁶⁰"),
+        (lambda: kernel("normrelu", radius="wide"), TypeError, "radius must be a number, got str"),
         (lambda: kernel("knn_gaussian", k=0), ValueError, "≥ 1"),
         (lambda: kernel("knn_gaussian?k=1.5"), TypeError, "integer"),
         (lambda: kernel("normrelu?radius=-1"), ValueError, "> 0"),
@@ -85,6 +93,19 @@ def test_aliases_are_unique_and_resolve():
 def test_errors_say_the_domain(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.parametrize("name", ["relumax?margin=3e38", "power?r=3&margin=1e38", "normrelu?radius=1e18"])
+def test_a_neighbourhood_of_everything_weighs_all_alike(name):
+    for scale in (1.0, 1e10):
+        w = parzen.weights(torch.tensor([1.0, 0.5, -1.0]), name, scale=scale)
+        torch.testing.assert_close(w, torch.full((3,), 1 / 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_largest_exponent_is_softmax(dtype):
+    s = torch.randn(5, 9, dtype=dtype)
+    torch.testing.assert_close(parzen.weights(s, "power?r=1e18"), s.softmax(-1))
 
 
 COSINES = [0.9, 0.7, 0.2, -0.5]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parzen.backends import Call
-from parzen.kernels import EXP, MARGIN, NEAREST, THRESHOLD, UNIT_MASS, Form, Number
+from parzen.kernels import EXP, MARGIN, NEAREST, THRESHOLD, UNIT_MASS, Form, Number, readable
 
 # Newton steps from the left: f·f' falls at least fourfold a step (f convex and decreasing), so 24 bring
 # n = 10⁴ equal scores to 1e-7 and 60 exhaust float64. Loops stop as soon as every row has settled.
@@ -78,7 +78,7 @@ torch.library.register_fake("parzen::unit_mass", lambda z, r: torch.empty_like(z
 def _sigma(z: Tensor, r: Number) -> Tensor:
     if torch.compiler.is_exporting():
         return _solve(z, r, TRACED_STEPS, settle=False)
-    exponent = r if isinstance(r, Tensor) else torch.tensor(r, dtype=torch.float64)
+    exponent = r if isinstance(r, Tensor) else torch.tensor(r, dtype=torch.float64, device="cpu")
     return torch.ops.parzen.unit_mass(z, exponent)
 
 
@@ -106,10 +106,12 @@ def _map(s: Tensor, r: Number, level: Number, form: Form) -> tuple[Tensor, Tenso
             # Relative to the best, so that no power overflows.
             p = torch.where(inside, _power(torch.where(inside, rise, reach) / reach, r), 0)
             kappa = r / (reach * p.sum(-1, keepdim=True) ** (1 / r))
-        p = torch.where(best.isnan(), torch.nan, p)
+        # A score of +∞ is inf − inf from the best, whatever the rule.
+        p = torch.where(best.isfinite(), p, torch.nan)
     mass = p.sum(-1, keepdim=True)
     empty = mass == 0
-    w = torch.where(empty, 0, p / mass)
+    # A key that is not allowed has weight 0 in a row of NaN, too.
+    w = torch.where(s == -torch.inf, 0, p / torch.where(empty, 1, mass))
     return w, torch.where(empty, 0, kappa), torch.where(nothing, torch.inf, theta)
 
 
@@ -117,9 +119,16 @@ def _theta(s: Tensor, best: Tensor, level: Number, form: Form) -> Tensor:
     if form.rule == MARGIN:
         return best - level
     if form.rule == THRESHOLD:
-        return level + torch.zeros_like(best)
+        # A huge radius may overflow: the ends of the range would be NaN.
+        return (level + torch.zeros_like(best)).clamp_min(torch.finfo(best.dtype).min)
     if form.rule == NEAREST:
-        kth = torch.topk(s, torch.sym_min(form.k, s.shape[-1]), dim=-1).values[..., -1:]
+        if torch.compiler.is_exporting() and isinstance(s.shape[-1], torch.SymInt):
+            # topk would fix on which side of k the length is.
+            first = torch.arange(s.shape[-1], device=s.device) < form.k
+            order = s.sort(dim=-1, descending=True).values
+            kth = torch.where(first, order, torch.inf).amin(-1, keepdim=True)
+        else:
+            kth = torch.topk(s, torch.sym_min(form.k, s.shape[-1]), dim=-1).values[..., -1:]
         few = (s > -torch.inf).sum(-1, keepdim=True) < form.k
         return torch.where(few, -torch.inf, kth)
     return torch.full_like(best, -torch.inf)
@@ -253,18 +262,64 @@ def per_query_head(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
+class _Cleared(torch.autograd.Function):
+    """x with 0 for all that is not finite; the gradient passes as it is."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.where(torch.isfinite(x), x, 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        return dx
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, ...], x: Tensor) -> Any:
+        return _Cleared.apply(x), in_dims[0]
+
+
+def _cleared(x: Tensor) -> Tensor:
+    return (_Cleared.forward if torch.compiler.is_exporting() else _Cleared.apply)(x)
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether x is known to be finite everywhere, where looking is free."""
+    return readable(x) and bool(torch.isfinite(x).all())
+
+
+def _products(q: Tensor, k: Tensor) -> Tensor:
+    """q·kᵀ. In backward 0·∞ and 0·NaN are 0: a bad key leaves alone the rows that give it no weight."""
+    learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+    learns = learns or torch._C._are_functorch_transforms_active()
+    if torch.compiler.is_exporting() or not learns or (_finite(q) and _finite(k)):
+        return q @ k.mT
+    bad = q.detach() @ k.detach().mT
+    return _cleared(q) @ _cleared(k).mT + torch.where(torch.isfinite(bad), 0, bad)
+
+
+def _averages(w: Tensor, v: Tensor) -> Tensor:
+    """w·v, where a weight of 0 takes nothing of a value of ±∞ or NaN."""
+    if _finite(v):
+        return w @ v
+    # NaN counts as both infinities, whose sum it is.
+    nan, size = torch.isnan(v), v.shape[-1]
+    infinite = torch.cat(((v == torch.inf) | nan, (v == -torch.inf) | nan), -1)
+    up, down = ((w > 0).to(w.dtype) @ infinite.to(w.dtype) > 0).split(size, -1)
+    bad = torch.where(up, torch.inf, 0.0) - torch.where(down, torch.inf, 0.0)
+    return w @ _cleared(v) + bad.to(w.dtype) * w.sum(-1, keepdim=True)
+
+
 def scores(call: Call) -> Tensor:
     """s (B, H, T, S), −∞ where a key is not allowed; float32, or float64 for float64 inputs."""
     dtype = compute_dtype(call.q.dtype)
     q = call.q.to(dtype)
     k = per_query_head(call.k.to(dtype), q.shape[1])
-    # 0·NaN is NaN: a bad key is taken out of the products, or its gradient would spoil rows that may
-    # not see it, and put back into the scores.
-    sound = torch.isfinite(k).all(-1, keepdim=True)
-    k, spoilt = torch.where(sound, k, 0), ~sound.squeeze(-1)
     scale = along_keys(call.scale)
-    s = (q @ k.mT) * (scale.to(dtype) if isinstance(scale, Tensor) else scale)
-    s = torch.where(spoilt[:, :, None, :], torch.nan, s)
+    s = _products(q, k) * (scale.to(dtype) if isinstance(scale, Tensor) else scale)
     allowed = call.mask
     if call.bias is not None:
         s = s + call.bias.to(dtype)
@@ -299,10 +354,6 @@ def run(call: Call) -> Tensor:
     """o = w·v (B, H, T, Ev), in the dtype of v."""
     w, _ = weights(call)
     v = per_query_head(call.v.to(w.dtype), w.shape[1])
-    sound = torch.isfinite(v)
-    # Likewise for values, coordinate by coordinate.
-    touched = ((w > 0).to(w.dtype) @ (~sound).to(w.dtype)) > 0
-    v = torch.where(sound, v, 0)
     if call.dropout > 0:
         w = F.dropout(w, call.dropout)
-    return torch.where(touched, torch.nan, w @ v).to(call.v.dtype)
+    return _averages(w, v).to(call.v.dtype)
