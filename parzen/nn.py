@@ -19,9 +19,20 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 
 from parzen import kernels
-from parzen.attention import AttentionWeights, attention, attention_weights
+from parzen.attention import (
+    AttentionWeights,
+    attention,
+    attention_weights,
+    check_flags,
+    check_scale,
+    check_tensor,
+    check_together,
+    check_window,
+    fits,
+)
 from parzen.backends import BACKENDS
 from parzen.kernels import Kernel, Number, Power, UnitMass, WithinMargin, spell
 
@@ -73,8 +84,7 @@ class Bandwidth(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not 0 < scale < math.inf:
-            raise ValueError(f"scale = 1/h² must be finite and > 0, got {scale!r}")
+        check_scale(scale, tensors=False)
         self.heads, self.head_size, self.start = len(growing), head_size, float(scale)
         self._growing = growing
         self.register_buffer("growing", torch.tensor(growing, device=device)[:, None], persistent=False)
@@ -232,6 +242,7 @@ class LearnedKernel(nn.Module):
         self, start: str | Kernel, heads: int, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        _positive("heads", heads)
         self.start = kernels.kernel(start)
         profile, rule = self.start.profile, self.start.rule
         self.raw = nn.Parameter(torch.empty(heads, device=device, dtype=dtype))
@@ -246,8 +257,8 @@ class LearnedKernel(nn.Module):
             )
         if isinstance(value, Tensor):
             raise ValueError(f"{self.name} must start as one number for all heads, got a tensor")
-        if self.name == "alpha" and value == 2:
-            raise ValueError(f"a learned α must start below 2, got {self.start}; try 'entmax?alpha=1.9'")
+        if self.name == "alpha" and not 1 < value < 2:
+            raise ValueError(f"a learned α must start below 2 and above 1, got {self.start}; try 'biweight'")
         self._value = value
         self.reset_parameters()
 
@@ -365,7 +376,7 @@ class KernelAttention(nn.Module):
         kernel: a name, such as ``"epanechnikov"`` or ``"relumax?margin=2"``, or a ``Kernel``.
         learn_kernel: learn its α or margin in each head (``LearnedKernel``).
         bandwidth: how scale behaves, a name of ``BANDWIDTHS``: "fixed"; "learned" (scale_h);
-            "ssmax" (scale_h·log n); "asentmax" (scale·(1 + β(log n)^γ)); "power_law" ((β₁n^α + β₀)²).
+            "ssmax" (scale_h·log n); "asentmax" (scale·(1 + β·(log(n + 1))^γ)); "power_law" ((β₁n^a + β₀)²).
             n is the number of keys that the query may see: t + 1 at position t = 0, 1, … if causal.
         scale: 1/h² to start from. Default 1/√E; e² with ``unit_keys``.
         unit_keys: divide each query and key by its length, so that q·k is a cosine.
@@ -378,7 +389,8 @@ class KernelAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: sizes that do not divide, or an unknown name (the known ones are listed).
+        ValueError, TypeError: sizes that do not divide, an unknown name (the known ones are listed), or an
+            argument outside its domain.
     """
 
     slopes: Tensor | None
@@ -415,14 +427,14 @@ class KernelAttention(nn.Module):
                 raise ValueError(f"heads must divide width ({heads} for {width}), or pass head_size")
             head_size = width // heads
         _positive("head_size", head_size)
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {dropout!r}")
+        kernels.check("dropout", dropout, 0, math.nextafter(1, 0), "in [0, 1)", tensors=False)
+        check_flags(learn_kernel=learn_kernel, unit_keys=unit_keys, causal=causal, bias=bias)
         for name, value, table in (
             ("bandwidth", bandwidth, BANDWIDTHS),
             ("positions", positions, POSITIONS),
             ("backend", backend, {"auto": None, **BACKENDS}),
         ):
-            if value not in table:
+            if not isinstance(value, str) or value not in table:
                 raise ValueError(f"unknown {name} {value!r}; known: {', '.join(table)}")
         if scale is None:
             scale = math.exp(2) if unit_keys else head_size**-0.5
@@ -515,11 +527,13 @@ class KernelAttention(nn.Module):
         """Queries, keys, and all other arguments that the weights depend on."""
         context = x if context is None else context
         for name, given in (("x", x), ("context", context)):
+            check_tensor(name, given)
             if given.ndim != 3 or given.shape[-1] != self.width or given.shape[0] != x.shape[0]:
                 raise ValueError(
                     f"{name} must be (batch, length, {self.width}), the same batch for x and context; "
                     f"got {tuple(given.shape)}"
                 )
+        check_together(x=x, context=context, attn_mask=attn_mask, key_padding_mask=padding)
         query = self._split(self.query(x), self.heads)
         key = self._split(self.key(context), self.key_heads)
         if self.unit_keys:
@@ -529,7 +543,7 @@ class KernelAttention(nn.Module):
         if POSITIONS[self.positions].rotary:
             query = rotate(query, position)
             key = rotate(key, torch.arange(columns, device=x.device))
-        mask = _merge(attn_mask, padding, (x.shape[0], columns))
+        mask = _merge(attn_mask, padding, (x.shape[0], self.heads, rows, columns))
         n = self._in_sight(position, columns, mask) if self.bandwidth.needs_length else None
         return query, key, {
             "attn_mask": mask,
@@ -584,26 +598,30 @@ def _limits(window: tuple[int, int] | None, causal: bool) -> tuple[int, int] | N
     """The window with nothing ahead if causal. (Unlike ``is_causal``, it counts from the last key.)"""
     if window is None:
         return (-1, 0) if causal else None
-    if not (len(window) == 2 and all(isinstance(n, int) and n >= -1 for n in window)):
-        raise ValueError(f"window must be (left, right), integers ≥ −1 (−1 is no limit), got {window!r}")
-    left, right = window
+    left, right = check_window(window)
     return (left, 0) if causal else (left, right)
 
 
-def _merge(mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """One mask of four dimensions that says what both say."""
+def _merge(mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
+    """One mask of four dimensions, broadcastable to ``shape``, that says what both say."""
     if mask is not None:
-        if not isinstance(mask, Tensor):
+        if not isinstance(mask, Tensor) or isinstance(mask, CausalBias):
             raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}; see causal, window")
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(f"attn_mask must be bool (True = attend) or floating-point, got {mask.dtype}")
+        fits(mask, shape, "attn_mask", "(B, H, T, S)")
         mask = mask[(None,) * (4 - mask.ndim)]
     if padding is None:
         return mask
-    if padding.dtype != torch.bool or padding.shape != shape:
+    expected = (shape[0], shape[3])
+    if not isinstance(padding, Tensor) or padding.dtype != torch.bool or padding.shape != expected:
+        got = (
+            f"{padding.dtype} {tuple(padding.shape)}"
+            if isinstance(padding, Tensor)
+            else type(padding).__name__
+        )
         raise ValueError(
-            f"key_padding_mask must be bool (True = attend) of shape (B, S) = {shape}, "
-            f"got {padding.dtype} {tuple(padding.shape)}"
+            f"key_padding_mask must be a tensor, bool (True = attend) of shape (B, S) = {expected}, got {got}"
         )
     padding = padding[:, None, None, :]
     if mask is None:

@@ -82,6 +82,50 @@ def test_exports_to_onnx(name, tmp_path):
     np.testing.assert_allclose(got, Attend(name)(*inputs).numpy(), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", ["knn_gaussian?k=16", "knn_uniform?k=16", "biweight"])
+def test_exports_with_a_dynamic_length(name, tmp_path):
+    """On both sides of k: one graph for all lengths."""
+    length = torch.export.Dim("length", min=2, max=4096)
+    shapes = {"q": {2: length}, "k": {2: length}, "v": {2: length}}
+    inputs = tuple(x.detach() for x in qkv(40))
+    program = torch.export.export(Attend(name), inputs, dynamic_shapes=shapes).module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            Attend(name).eval(),
+            inputs,
+            tmp_path / "a.onnx",
+            dynamo=True,
+            verbose=False,
+            dynamic_shapes=shapes,
+        )
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx", providers=["CPUExecutionProvider"])
+    for t in (2, 15, 16, 17, 64):
+        x = [x.detach() for x in qkv(t)]
+        expected = Attend(name)(*x)
+        torch.testing.assert_close(program(*x), expected)
+        (got,) = session.run(None, {i.name: y.numpy() for i, y in zip(session.get_inputs(), x, strict=True)})
+        np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=2e-6)
+
+
+def test_compiles_with_tensors_that_are_checked():
+    """Tensor values are looked at where that is free: not in a graph."""
+    torch._dynamo.reset()
+
+    def f(q, k, v, scale, slopes):
+        options = {"scale": scale, "alibi_slopes": slopes, "window": (2**70, 3)}
+        return parzen.attention(q, k, v, kernel="biweight", **options)
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    slopes = torch.tensor([0.5, 0.1])
+    for t in (5, 9):
+        inputs = (*qkv(t), torch.tensor([[0.3], [2.0]]), slopes)
+        torch.testing.assert_close(compiled(*inputs), f(*inputs))
+    compiled(*qkv(5), torch.zeros(2, 1), slopes)
+    with pytest.raises(ValueError, match="> 0"):
+        f(*qkv(5), torch.zeros(2, 1), slopes)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_checkpointing_changes_nothing(name):
     q, k, v = qkv(9)

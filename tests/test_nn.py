@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.testing import assert_close
 
 import parzen
@@ -466,12 +467,19 @@ def test_repr_tells_what_differs():
         ({"window": (1, -2)}, "integers ≥ −1"),
         ({"kernel": "knn_gaussian", "learn_kernel": True}, "nothing to learn"),
         ({"kernel": "sparsemax", "learn_kernel": True}, "must start below 2"),
+        ({"kernel": "power?r=1e18", "learn_kernel": True}, "below 2 and above 1"),
+        ({"window": 3}, r"window must be \(left, right\)"),
+        ({"bandwidth": ["ssmax"]}, r"unknown bandwidth \['ssmax'\]"),
+        ({"scale": "x"}, "scale = 1/h² must be a number, got str"),
+        ({"dropout": "x"}, "dropout must be a number, got str"),
+        ({"causal": "no"}, "causal must be True or False, got 'no'"),
+        ({"learn_kernel": 1}, "learn_kernel must be True or False"),
     ],
     ids=str,
 )
 def test_errors_at_the_door(options, message):
     arguments = {"width": 8, "heads": 4} | options
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         KernelAttention(**arguments)
 
 
@@ -485,3 +493,21 @@ def test_errors_of_a_call():
         made(x, key_padding_mask=torch.zeros(B, T))
     with pytest.raises(TypeError, match="bool"):
         made(x, attn_mask=torch.ones(T, T, dtype=torch.int64))
+    with pytest.raises(TypeError, match="got CausalBias; see causal, window"):
+        made(x, attn_mask=causal_lower_right(T, T))
+    with pytest.raises(ValueError, match="got list"):
+        made(x, key_padding_mask=[True] * T)
+    for wrong in (x.tolist(), x.long()):
+        with pytest.raises(TypeError, match="x must be"):
+            made(wrong)
+        with pytest.raises(TypeError, match="context must be"):
+            made(x, wrong)
+
+
+@pytest.mark.parametrize("padding", [None, torch.ones(B, T, dtype=torch.bool)])
+@pytest.mark.parametrize("bandwidth", ["fixed", "ssmax"])
+@pytest.mark.parametrize("shape", [(T, T + 1), (1, 1, 1, T, T), (B + 1, 1, T, T)])
+def test_a_mask_of_another_shape(shape, bandwidth, padding):
+    made = layer(bandwidth=bandwidth)
+    with pytest.raises(ValueError, match=r"attn_mask must broadcast to \(B, H, T, S\)"):
+        made(inputs(), attn_mask=torch.ones(shape, dtype=torch.bool), key_padding_mask=padding)

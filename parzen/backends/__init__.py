@@ -41,27 +41,60 @@ class Call:
     dropout: float = 0.0
 
 
+# An operator, so that a compiled graph looks at the values when it runs.
+_library = torch.library.Library("parzen", "FRAGMENT")
+_library.define(
+    "offsets(Tensor cu_q, Tensor cu_k, SymInt total_q, SymInt total_k, SymInt max_q, SymInt max_k) "
+    "-> (Tensor, Tensor)"
+)
+
+
+def _offsets(
+    cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, max_q: int, max_k: int
+) -> tuple[Tensor, Tensor]:
+    for name, cu, most, total in (("q", cu_q, max_q, total_q), ("k", cu_k, max_k, total_k)):
+        if cu[0] != 0 or cu[-1] != total:
+            raise ValueError(f"cu_seq_{name} must ascend from 0 to {total}, got {cu.tolist()}")
+        lengths = cu.to(torch.int64).diff()
+        if bool(((lengths < 0) | (lengths > most)).any()):
+            raise ValueError(f"cu_seq_{name} must ascend by at most max_{name} = {most}, got {cu.tolist()}")
+    if cu_q.shape != cu_k.shape:
+        raise ValueError("cu_seq_q and cu_seq_k must hold the same number of sequences")
+    return cu_q.to(torch.int64, copy=True).contiguous(), cu_k.to(torch.int64, copy=True).contiguous()
+
+
+_library.impl("offsets", _offsets, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "parzen::offsets",
+    lambda cu_q, cu_k, *_: tuple(cu.new_empty(cu.shape, dtype=torch.int64) for cu in (cu_q, cu_k)),
+    lib=_library,
+)
+
+
 def packed(call: Call, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int) -> tuple[Tensor, Tensor]:
     """The offsets of packed sequences as int64, checked against the lengths of ``call``.
 
     Raises:
         ValueError: offsets that do not ascend from 0 to the totals, or lengths beyond max_q or max_k.
+        TypeError: offsets that are not tensors of integers.
     """
-    offsets = []
-    for name, cu, most, total in (
-        ("q", cu_seq_q, max_q, call.q.shape[2]),
-        ("k", cu_seq_k, max_k, call.k.shape[2]),
-    ):
-        first = cu.to(torch.int64).contiguous()
-        if first.ndim != 1 or first.numel() < 1 or first[0] != 0 or first[-1] != total:
-            raise ValueError(f"cu_seq_{name} must ascend from 0 to {total}, got {cu.tolist()}")
-        lengths = first.diff()
-        if bool((lengths < 0).any()) or bool((lengths > most).any()):
-            raise ValueError(f"cu_seq_{name} must ascend by at most max_{name} = {most}, got {cu.tolist()}")
-        offsets.append(first)
-    if offsets[0].numel() != offsets[1].numel():
-        raise ValueError("cu_seq_q and cu_seq_k must hold the same number of sequences")
-    return offsets[0], offsets[1]
+    for name, cu, most in (("q", cu_seq_q, max_q), ("k", cu_seq_k, max_k)):
+        if not isinstance(cu, Tensor) or cu.is_floating_point() or cu.is_complex() or cu.dtype == torch.bool:
+            got = cu.dtype if isinstance(cu, Tensor) else type(cu).__name__
+            raise TypeError(f"cu_seq_{name} must be a tensor of integers, got {got}")
+        if cu.ndim != 1 or cu.shape[0] < 1:
+            raise ValueError(f"cu_seq_{name} must have shape (sequences + 1,), got {tuple(cu.shape)}")
+        if cu.device != call.q.device:
+            raise ValueError(
+                f"cu_seq_{name} is on {cu.device} and query on {call.q.device}: move one of them"
+            )
+        if not isinstance(most, int | torch.SymInt) or isinstance(most, bool):
+            raise TypeError(f"max_{name} must be an integer, got {most!r}")
+        if most < 0:
+            raise ValueError(f"max_{name} must be ≥ 0, got {most}")
+    total_q, total_k = call.q.shape[2], call.k.shape[2]
+    longest = torch.sym_min(max_q, total_q), torch.sym_min(max_k, total_k)
+    return torch.ops.parzen.offsets(cu_seq_q, cu_seq_k, total_q, total_k, *longest)
 
 
 def choose(call: Call, name: str = "auto") -> tuple[str, ModuleType]:
@@ -70,7 +103,7 @@ def choose(call: Call, name: str = "auto") -> tuple[str, ModuleType]:
     Raises:
         ValueError: an unknown name, or a named backend that cannot serve this call (it says why).
     """
-    if name != "auto" and name not in BACKENDS:
+    if not isinstance(name, str) or (name != "auto" and name not in BACKENDS):
         raise ValueError(f"unknown backend {name!r}; known: auto, {', '.join(BACKENDS)}")
     for key, module in BACKENDS.items() if name == "auto" else [(name, BACKENDS[name])]:
         reason = module.why_not(call)

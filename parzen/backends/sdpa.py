@@ -20,6 +20,8 @@ def why_not(call: Call) -> str | None:
     """A sentence for everything but the dense Gaussian in the forms that torch takes."""
     if call.form.rule != EVERYWHERE:
         return f"scaled_dot_product_attention is the dense Gaussian; {call.kernel} has compact support"
+    if call.q.dtype.itemsize == 1:
+        return f"scaled_dot_product_attention does not compute in {call.q.dtype}"
     if call.slopes is not None:
         return "scaled_dot_product_attention has no ALiBi without a T×S bias"
     if call.left >= 0 or call.right > 0:
