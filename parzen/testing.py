@@ -8,7 +8,7 @@ threshold and autograd for the derivatives; none of the library's own solver or 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parzen import kernels
 from parzen.attention import attention, explain
+from parzen.backends import BACKENDS
 from parzen.kernels import Everywhere, Exp, Kernel, Nearest, Number, UnitMass, WithinMargin, WithinRadius
 
 Attention = Callable[..., Tensor]
@@ -209,31 +210,39 @@ def check_kernel(
     integers, which every dtype represents exactly, with ties among them: rounding cannot move a key across.
 
     Args:
-        kernel: what ``parzen.kernel`` accepts.
+        kernel: what ``parzen.kernel`` accepts, with numbers for parameters: the cases differ in heads.
         backend: a name for ``attention``; a case that this backend refuses (``why_not``) is passed over.
-        dtype: of query, key and value. Errors are measured relative to max(1, |expected|), against
-            ``TOLERANCE[dtype]`` unless ``tolerance`` is given.
+        dtype: of query, key and value, floating-point. Errors are measured relative to max(1, |expected|),
+            against ``TOLERANCE[dtype]`` unless ``tolerance`` is given.
         device: where query, key and value live.
         attend: the function under test, with the signature of ``attention``.
         seed: of the random inputs.
 
     Raises:
         AssertionError: naming the case, the tensor and the largest error.
+        ValueError: a backend that is unknown or refuses every case, a kernel with tensor parameters, or a
+            dtype without a tolerance.
     """
     chosen = kernels.kernel(kernel)
+    if backend not in ("auto", *BACKENDS):
+        raise ValueError(f"unknown backend {backend!r}; known: auto, {', '.join(BACKENDS)}")
+    parameters = (getattr(part, f.name) for part in (chosen.profile, chosen.rule) for f in fields(part))
+    if any(isinstance(x, Tensor) for x in parameters):
+        raise ValueError(f"the cases differ in heads: give {chosen} numbers for its parameters, not tensors")
+    if tolerance is None and dtype not in TOLERANCE:
+        known = ", ".join(map(str, TOLERANCE))
+        raise ValueError(f"dtype must be one of {known}, or pass a tolerance; got {dtype}")
     jumps = not isinstance(chosen.rule, UnitMass | Everywhere) and (
         isinstance(chosen.profile, Exp) or bool(chosen.profile.r < 1)
     )
     allowed = TOLERANCE[dtype] if tolerance is None else tolerance
-    done = 0
+    done, reason = 0, None
     for number, case in enumerate(cases()):
         arguments, names = _inputs(case, dtype, device, jumps, seed + number)
         options = dict(arguments)
         if backend != "auto":
             tensors = {n: options.pop(n) for n in ("query", "key", "value")}
-            reason = explain(**tensors, **options, kernel=chosen).reasons.get(backend)
-            if reason is None:
-                raise ValueError(f"unknown backend {backend!r}")
+            reason = explain(**tensors, **options, kernel=chosen).reasons[backend]
             if reason != "serves this call" and not reason.startswith("could"):
                 continue
         label = f"{chosen} on {backend}, {dtype}, {case.name}"
@@ -243,6 +252,8 @@ def check_kernel(
         for name, a, b in zip(names, grads, expected_grads, strict=True):
             _close(a, b, allowed, f"{label}: gradient of {name}")
         done += 1
+    if not done:
+        raise ValueError(f"backend {backend!r} serves no case of {chosen} in {dtype}: {reason}")
     return done
 
 

@@ -5,7 +5,7 @@ import torch
 from kernel_list import NAMES
 
 import parzen
-from parzen.backends import BACKENDS
+from parzen.backends import BACKENDS, cpu
 from parzen.testing import check_kernel
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -18,9 +18,28 @@ SERVES = {"sdpa": {"gaussian"}}
 def test_kernel_conforms(name, backend, dtype):
     half = dtype in (torch.bfloat16, torch.float16)
     # Inside torch's own kernel half-precision weights are rounded before the value product.
-    done = check_kernel(name, backend, dtype, tolerance=2e-2 if half and backend == "sdpa" else None)
-    serves = name in SERVES.get(backend, NAMES)
-    assert (done > 15) if serves and backend != "cpu" else done >= 0
+    tolerance = 2e-2 if half and backend == "sdpa" else None
+    if name in SERVES.get(backend, NAMES) and (backend != "cpu" or cpu.info()["built"]):
+        assert check_kernel(name, backend, dtype, tolerance=tolerance) > 15
+    else:
+        with pytest.raises(ValueError, match=f"'{backend}' serves no case"):
+            check_kernel(name, backend, dtype, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"kernel": parzen.kernel("entmax", alpha=torch.tensor([1.2, 1.5]))}, "numbers for its parameters"),
+        ({"kernel": parzen.kernel("relumax", margin=torch.tensor(1.0))}, "numbers for its parameters"),
+        ({"dtype": torch.int32}, "dtype must be one of torch.float64, .* got torch.int32"),
+        ({"backend": "sdpa"}, "'sdpa' serves no case of biweight .*compact support"),
+        ({"backend": ["cpu"]}, "unknown backend"),
+    ],
+    ids=str,
+)
+def test_a_check_that_would_check_nothing_is_an_error(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        check_kernel(**{"kernel": "biweight"} | arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
