@@ -297,7 +297,7 @@ def test_the_page_can_be_read_anywhere(written):
     assert any(a.get("name") == "viewport" for t, a in read.elements if t == "meta")
     assert "prefers-color-scheme: dark" in read.code
     headers, buttons = (sum(tag == name for tag, _ in read.elements) for name in ("th", "button"))
-    assert headers == buttons == 17
+    assert headers == buttons == 18
     # Text takes the colour of the page.
     drawn = [a for t, a in read.elements if t == "text"]
     assert drawn

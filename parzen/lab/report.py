@@ -332,8 +332,8 @@ def summary(groups: Sequence[Group]) -> str:
     """``summary.json``: the small record of a report that is kept under version control.
 
     {"groups": [{"name", "layers", "config", "tokens", "runs": [{"run", "seed", "curve": [[tokens, loss], …],
-    "metrics": {every number of results.json, lists left out; "a.b" where objects are nested}}]}]}; a group a
-    line, finished ones only.
+    "metrics": {every number of results.json, lists left out; "a.b" where objects are nested}, "environment": {…}}]}]}; a
+    group a line, finished ones only.
     """
     lines = []
     for one in groups:
@@ -345,6 +345,7 @@ def summary(groups: Sequence[Group]) -> str:
                 "seed": run.seed,
                 "metrics": {k: v for k, v in flat(run.results) if _finite(v)},
                 "curve": run.curve,
+                "environment": {**run.environment, "command": _command(str(run.environment.get("command")))},
             }
             for run in one.runs
         ]
@@ -630,11 +631,12 @@ def _command(text: str) -> str:
 
 
 def _environments(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    headers = ["run", "kernel", "setting", "seed", "evaluations", "parzen", "torch", "machine", "command"]
+    said = ("parzen", "commit", "torch", "machine")
+    headers = ["run", "kernel", "setting", "seed", "evaluations", *said, "command"]
     rows = []
     for one in groups:
         for run in one.runs:
-            known = [str(run.environment.get(key, NONE)) for key in ("parzen", "torch", "machine")]
+            known = [str(run.environment.get(key, NONE)) for key in said]
             command = _command(str(run.environment.get("command", NONE)))
             rows.append(
                 [run.name, one.name, one.setting, str(run.seed), str(len(run.curve)), *known, command]

@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -54,6 +55,16 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is damaged ({error}); remove its folder to run it again") from error
 
 
+def _commit() -> str | None:
+    """That of the checkout that this package is part of, with "-dirty" if it was changed; None elsewhere."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
 class Run(Keeper):
     """One folder. ``Run.create`` makes it or finds it again; ``Run.open`` reads one that exists."""
 
@@ -71,6 +82,7 @@ class Run(Keeper):
         if not (run.folder / "config.json").exists():
             environment = {
                 **info(),
+                "commit": _commit(),
                 "machine": platform.machine(),
                 "command": shlex.join(sys.argv),
                 "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -319,7 +319,7 @@ def results(model: Backbone, config: RunConfig) -> dict[str, Any]:
 
 
 def again(run: Run, model: Backbone) -> dict[str, Any]:
-    """``results``, and ``escape_step``: the first evaluation with an exact match above ``ESCAPED``, or None."""
+    """``results``, and ``escape_step``: of the first evaluation with more exact matches than ``ESCAPED``."""
     steps = (line["step"] for line in run.metrics() if line["exact_match"] > ESCAPED)
     return {**results(model, run.config), "escape_step": next(steps, None)}
 
