@@ -332,8 +332,8 @@ def summary(groups: Sequence[Group]) -> str:
     """``summary.json``: the small record of a report that is kept under version control.
 
     {"groups": [{"name", "layers", "config", "tokens", "runs": [{"run", "seed", "curve": [[tokens, loss], …],
-    "metrics": {every number of results.json, lists left out; "a.b" where objects are nested}, "environment": {…}}]}]}; a
-    group a line, finished ones only.
+    "metrics": {every number of results.json, lists left out; "a.b" where objects are nested},
+    "environment": {…}}]}]}; a group a line, finished ones only.
     """
     lines = []
     for one in groups:
