@@ -41,6 +41,7 @@ def readable(value: Tensor) -> bool:
     return (
         value.device.type == "cpu"
         and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._functorch.is_functorch_wrapped_tensor(value)
     )
@@ -244,13 +245,14 @@ KERNELS: dict[str, Row] = {
 
 
 def exponent(alpha: Number) -> Number:
-    """r = 1/(α−1) of α-entmax; for a tensor, NaN outside [1, 2] and finite at α = 1.
+    """r = 1/(α−1) of α-entmax; for a tensor, in float32 at least, NaN outside [1, 2] and finite at α = 1.
 
     At α = 1 a tensor entry becomes the closest α above 1 that the dtype tells apart, so it keeps its
     gradient; the weights there are softmax to rounding.
     """
     if not isinstance(alpha, Tensor):
         return 1 / (alpha - 1)
+    alpha = alpha if alpha.dtype == torch.float64 else alpha.float()
     excess = alpha - 1
     tiny = torch.finfo(alpha.dtype).eps / 2
     excess = torch.where(excess < tiny, excess + tiny, excess)

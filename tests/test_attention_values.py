@@ -30,10 +30,12 @@ WAYS = {
     "plain": lambda f: f,
     "vmap": lambda f: lambda *x: torch.func.vmap(f)(*(y[None] for y in x))[0],
     "compile": lambda f: torch.compile(f, backend="aot_eager", fullgraph=True),
+    "trace": lambda f: torch.jit.trace(Wrapped(f), ARGUMENTS, check_trace=False),
     "export": lambda f: torch.export.export(Wrapped(f), ARGUMENTS).module(),
 }
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["gaussian", "biweight", "knn_gaussian?k=3"])
 def test_a_value_reaches_those_that_weigh_it_only(name, way):

@@ -127,6 +127,15 @@ def test_alpha_to_one_is_softmax(dtype, alpha):
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [1.0, 1.3, 1.9])
+def test_alpha_in_half_precision_is_the_number_it_holds(alpha, dtype):
+    s, value = rows(5, 12), torch.tensor(alpha, dtype=dtype, requires_grad=True)
+    w = parzen.weights(s, parzen.kernel("entmax", alpha=value))
+    torch.testing.assert_close(w, parzen.weights(s, f"entmax?alpha={value.item()}"), rtol=0, atol=1e-6)
+    assert torch.autograd.grad(w.square().sum(), value)[0].dtype == dtype
+
+
 def test_the_gradient_of_alpha_is_continuous_down_to_one():
     s, seed = rows(5, 12), rows(5, 12)
 

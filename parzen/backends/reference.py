@@ -122,7 +122,8 @@ def _theta(s: Tensor, best: Tensor, level: Number, form: Form) -> Tensor:
         # A huge radius may overflow: the ends of the range would be NaN.
         return (level + torch.zeros_like(best)).clamp_min(torch.finfo(best.dtype).min)
     if form.rule == NEAREST:
-        if torch.compiler.is_exporting() and isinstance(s.shape[-1], torch.SymInt):
+        dynamic = torch.compiler.is_exporting() and isinstance(s.shape[-1], torch.SymInt)
+        if dynamic or torch.jit.is_tracing():
             # topk would fix on which side of k the length is.
             first = torch.arange(s.shape[-1], device=s.device) < form.k
             order = s.sort(dim=-1, descending=True).values
