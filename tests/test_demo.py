@@ -78,11 +78,15 @@ def test_minutes_become_a_common_number_of_tokens_once(text, tmp_path, capsys):
     config = replace(TOY, data=text, minutes=0.05, kernels=("gaussian", "relumax"))
     assert demo.run(config, tmp_path) == 0
     first, second = found(tmp_path).values()
-    assert first.results()["tokens"] == second.results()["tokens"] > 20 * 2 * 16
+    tokens = first.results()["tokens"]
+    assert tokens == second.results()["tokens"]
+    kept = tmp_path / "runs" / "minutes.json"
+    assert json.loads(kept.read_text()) == {"minutes": 0.05, "tokens": tokens}
+    capsys.readouterr()
     assert demo.run(config, tmp_path) == 0
     assert "2 runs, 2 of them done" in capsys.readouterr().out
     assert demo.run(replace(config, minutes=0.04), tmp_path) == 0
-    assert "2 of them done" not in capsys.readouterr().out
+    assert json.loads(kept.read_text())["minutes"] == 0.04
 
 
 def test_it_learns(text, tmp_path):

@@ -187,7 +187,7 @@ def test_two_processes_train_like_one(tmp_path):
         "--nproc-per-node=2",
         str(script),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     two = Run.create(tmp_path / "two", config)
     assert len(two.metrics()) == 3
