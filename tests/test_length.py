@@ -100,6 +100,7 @@ def test_curves_of_the_report(runs):
     axes = Figure().subplots()
     panels[0](axes)
     assert axes.get_ylabel() == "exact match"
+    assert axes.get_title() in ("sort, mosaics, 1 layer", "sort, transformers, nape, 1 layer")
     assert {tuple(line.get_xdata()) for line in axes.get_lines()} == {(3, 6)}
 
 

@@ -472,15 +472,24 @@ def panels(groups: Sequence[Group], color: Callable[[str], str]) -> list[Panel]:
             axes.set_xscale("log", base=2)
             axes.set_xticks(ticks, [str(tick) for tick in ticks])
             axes.minorticks_off()
-            axes.set_title(f"{task['name']}, {setting}")
+            axes.set_title(titles[setting])
             axes.set(xlabel="source length", ylabel=label, ylim=(-0.03, 1.03))
             axes.grid(alpha=0.25)
             axes.legend(fontsize=8)
 
         return panel
 
-    settings = dict.fromkeys(one.setting for one in found)
-    return [panel_of(setting, *measure) for setting in settings for measure in measures]
+    titles = {one.setting: _title(one) for one in found}
+    # A setting is a long name, and needed only to tell apart what has the same short one.
+    short = [*titles.values()]
+    titles = {setting: name if short.count(name) == 1 else setting for setting, name in titles.items()}
+    return [panel_of(setting, *measure) for setting in titles for measure in measures]
+
+
+def _title(one: Group) -> str:
+    model = one.config["model"]
+    kind = "mosaics" if model["kind"] == "mosaic" else f"{model['mixer']}s, {model['positions']}"
+    return f"{one.config['task']['name']}, {kind}, {one.layers} layer{'s' if one.layers > 1 else ''}"
 
 
 def _lengths(one: Group, key: str) -> dict[int, list[float]]:
