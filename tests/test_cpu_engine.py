@@ -234,9 +234,8 @@ EDGES = [
     ([HIGH, NEXT], "power?r=0&margin=6e-4", [1, 0]),
     ([HIGH, NEXT], "exp?margin=6e-4", [1, 0]),
     ([HIGH, NEXT], "power?r=0&margin=0.0009765625", [1 / 2, 1 / 2]),
-    ([2 * 2**-149, 0.0], f"relumax?margin={3 * 2**-149}", [3 / 4, 1 / 4]),
-    ([0.0, -1.0], "relumax?margin=1e-320", [1, 0]),
-    ([0.0, -1.0], "power?r=0&margin=1e39", [1 / 2, 1 / 2]),
+    ([0.0, -(2.0**-127)], f"relumax?margin={2.0**-126}", [2 / 3, 1 / 3]),
+    ([1e38, -1e38], "relumax?margin=3e38", [3 / 4, 1 / 4]),
     # A key exactly at the boundary, where the reciprocal of the margin is rounded down or up.
     *(([0.0, -n], f"relumax?margin={n}", [1, 0]) for n in (3, 5, 7, 41, 47, 55, 61, 97)),
     (
@@ -253,9 +252,9 @@ EDGES = [
     ([1e7], "power?r=1.5&radius=1.5", [1]),
     ([1e30, 5e29, -1e30], "power?r=2&radius=1.5", [4 / 5, 1 / 5, 0]),
     # As r grows, softmax under unit mass and the best alone within a margin.
-    ([1.0, 0.0], "power?r=1e40", [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))]),
-    ([1e30, -1e30], "power?r=1e300", [1, 0]),
-    ([1.0, 1.0, 0.0], "power?r=1e40&margin=2", [1 / 2, 1 / 2, 0]),
+    ([1.0, 0.0], "power?r=1e18", [1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))]),
+    ([1e30, -1e30], "power?r=1e18", [1, 0]),
+    ([1.0, 1.0, 0.0], "power?r=1e18&margin=2", [1 / 2, 1 / 2, 0]),
     ([torch.inf, 0.0], "power?r=0&margin=1", [torch.nan, torch.nan]),
     ([torch.inf, 0.0], "power?r=0&k=2", [torch.nan, torch.nan]),
 ]

@@ -111,8 +111,9 @@ struct Problem {
     return (T)(r > most ? most : r);
   }
   INLINE T level(int64_t b, int64_t h, int64_t i) const {
-    // A margin is positive and differences with scores are finite, in T as well.
-    const double x = A.level_at.p ? *at_query(A.level_at, b, h, i) : A.level, most = MOST<T> / 4;
+    // In T as well a margin is positive and finite, and so is how far scores are from a threshold.
+    const double x = A.level_at.p ? *at_query(A.level_at, b, h, i) : A.level;
+    const double most = A.rule == MARGIN ? MOST<T> : MOST<T> / 4;
     const T level = (T)(x > most ? most : x < -most ? -most : x);
     return A.rule == MARGIN && level == 0 ? LEAST<T> : level;
   }
@@ -713,7 +714,8 @@ void queries_sparse(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>
     offset += n;
     const Stats<T>& stats = ((const Stats<T>*)A.stats)[row];
     const Shape<K, T> shape(stats, P.exponent(tile.b, tile.h, tile.i0 + i), unit_mass);
-    memcpy(s, (const T*)A.score + (p - P.list_p), n * sizeof(T));
+    // Without keys there is no list at all.
+    if (n) memcpy(s, (const T*)A.score + (p - P.list_p), n * sizeof(T));
     store(s + n, splat<T>(-INFINITY));
     dots(dw, P.at_query(A.dout, tile.b, tile.h, tile.i0 + i), index, n, P.at_key(A.v, tile.b, tile.hk, 0), A.v.i, A.D);
     const uint32_t key = dropout.row(row);
@@ -1041,9 +1043,10 @@ struct KeyJob {
 
 template <class T>
 void clear_keys(const Problem<T>& P, int64_t b, int64_t hk, int64_t from, int64_t to) {
+  // Rows of no width are nowhere.
   for (int64_t j = from; j < to; j++) {
-    memset(P.at_key(P.A.dk, b, hk, j), 0, P.A.E * sizeof(T));
-    memset(P.at_key(P.A.dv, b, hk, j), 0, P.A.D * sizeof(T));
+    if (P.A.E) memset(P.at_key(P.A.dk, b, hk, j), 0, P.A.E * sizeof(T));
+    if (P.A.D) memset(P.at_key(P.A.dv, b, hk, j), 0, P.A.D * sizeof(T));
   }
 }
 
