@@ -79,6 +79,23 @@ def test_function_transforms(name):
     torch.testing.assert_close(jacobian, hessian)
 
 
+@pytest.mark.parametrize("kernel", ["gaussian", "biweight"])
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_vmap_drops_the_same_weights_in_every_sample_or_others(kernel, randomness):
+    x = torch.randn(1, 2, 16, 4).expand(5, -1, -1, -1)
+    drop = torch.func.vmap(
+        lambda y: parzen.attention(y, y, y, kernel=kernel, dropout_p=0.5), randomness=randomness
+    )
+    got = drop(x)
+    assert (got[0] == got[1:]).all() == (randomness == "same")
+
+
+def test_dropout_under_another_default_device():
+    x = torch.randn(1, 2, 16, 4)
+    with torch.device("meta"):
+        assert parzen.attention(x, x, x, kernel="biweight", dropout_p=0.5).device.type == "cpu"
+
+
 def test_vmap_over_a_parameter():
     s = torch.randn(4, 7, dtype=torch.float64)
     alphas = torch.tensor([1.1, 1.5, 1.9], dtype=torch.float64)

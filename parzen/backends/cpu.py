@@ -521,6 +521,8 @@ def why_not(call: Call) -> str | None:
         return f"the CPU engine computes in float32 and float64, the inputs are {call.q.dtype}"
     if torch.compiler.is_exporting():
         return "an exported graph must consist of plain operators"
+    if call.dropout > 0 and torch._C._are_functorch_transforms_active():
+        return "the CPU engine draws dropout by the place in the batch, which vmap changes"
     if call.k.shape[2] >= 2**31:
         return "the CPU engine numbers keys in 32 bits"
     if not _built():
@@ -535,7 +537,8 @@ def _arguments(
 ) -> tuple[Any, ...]:
     """The inputs of cpu_forward."""
     form = call.form
-    seed = torch.randint(2**62, (1,), dtype=torch.int64) if call.dropout > 0 else None
+    # The engine reads it, whatever device is the default.
+    seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu") if call.dropout > 0 else None
     return (
         call.q, call.k, call.v, call.mask, call.bias, call.slopes,
         _three(call.scale), _three(form.level), _three(form.r), seed, *first,
