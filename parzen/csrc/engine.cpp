@@ -362,13 +362,13 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
   const Args& A = P.A;
   CodedQueries<ROWS> queries = {};
   memset(scratch.query_codes, 0, ROWS * A.E);
-  // Queries that are not finite go by themselves: the others keep their bits.
-  uint64_t screened = 0;
-  static_assert(ROWS <= 64, "a bit for each query");
+  // Keys to screen: none for queries that are not finite. They go by themselves, and the others keep their bits.
+  int64_t first[ROWS], last[ROWS];
   for (int64_t i = 0; i < tile.n; i++) {
+    first[i] = last[i] = 0;
     if (!finite(scratch.queries + i * A.E, A.E)) continue;
     if (!code_query(scratch.queries + i * A.E, A.E, scratch.query_codes + i * A.E, queries, i)) return false;
-    screened |= 1ull << i;
+    first[i] = tile.lo[i], last[i] = tile.hi[i];
   }
   const T* keys = P.at_key(A.k, tile.b, tile.hk, 0);
   auto candidate = [&](Row<T>& row, T score, int32_t key) {
@@ -395,7 +395,7 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
       for (int64_t g = 0; g < tile.n; g += MR)
         screen_block<true>(scratch.query_codes + g * A.E, codes, A.E, queries.offset + g, limit + g, hits + g, top + g);
       for (int64_t i = 0; i < tile.n; i++)
-        if (screened >> i & 1 && tile.lo[i] <= j0 && tile.hi[i] >= j0 + BLOCK) {
+        if (first[i] <= j0 && last[i] >= j0 + BLOCK) {
           const float product = (float)top[i] / queries.inverse[i] * bound.step;
           reached<K, T>(A, scratch.row[i], product - fabsf(product) * 1e-6f - slack_of(queries, bound, A.E, i));
           cut[i] = scratch.row[i].cut;
@@ -406,11 +406,10 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
     for (int64_t g = 0; g < tile.n; g += MR) {
       screen_block<false>(scratch.query_codes + g * A.E, codes, A.E, queries.offset + g, limit + g, hits + g);
       for (int64_t i = g; i < smaller(g + MR, tile.n); i++) {
-        const int64_t lo = tile.lo[i] - j0, hi = tile.hi[i] - j0;
+        const int64_t lo = first[i] - j0, hi = last[i] - j0;
         uint64_t bits = bound.step == 0 ? ~0ull : hits[i];
         if (lo > 0) bits = lo < BLOCK ? bits >> lo << lo : 0;
         if (hi < BLOCK) bits = hi > 0 ? bits & (~0ull >> (BLOCK - hi)) : 0;
-        if (!(screened >> i & 1)) bits = 0;
         hits[i] = bits;
         for (; bits; bits &= bits - 1, found++) {
           which[found] = (int32_t)i;
@@ -433,7 +432,7 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
     }
   }
   for (int64_t i = 0; i < tile.n; i++)
-    if (!(screened >> i & 1))
+    if (first[i] == last[i])
       for (int64_t j = tile.lo[i]; j < tile.hi[i]; j++)
         candidate(scratch.row[i], dot(scratch.queries + i * A.E, keys + j * A.k.i, A.E), (int32_t)j);
   return true;

@@ -93,11 +93,11 @@ struct CodedQueries {
   int32_t offset[N];  // −128·Σ code: undoes the shift of the keys
 };
 
-// False where a query is not finite or not codable.
+// False where a query, which is finite, is not codable.
 template <int N>
 bool code_query(const float* x, int64_t E, int8_t* codes, CodedQueries<N>& q, int64_t i) {
   const float top = largest_size(x, E);
-  if (!finite(x, E) || !codable(top)) return false;
+  if (!codable(top)) return false;
   const float step = step_of(top);
   float coded;
   q.inverse[i] = 1 / step;
