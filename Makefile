@@ -52,7 +52,7 @@ PRELOAD = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=
 
 # Addresses and undefined behaviour on the conformance tests, then data races on the self-test.
 test-sanitize: $(STAMP)
-	cmake -S . -B build/sanitize -DPARZEN_SANITIZE=address,undefined -DPARZEN_ISAS=avx512
+	cmake -S . -B build/sanitize -DPARZEN_SANITIZE=address,undefined -DPARZEN_ISAS=avx512vnni
 	cmake --build build/sanitize --target parzen_engine
 	PARZEN_ENGINE=$(SANITIZED) LD_PRELOAD="$(PRELOAD)" UBSAN_OPTIONS=halt_on_error=1 \
 		ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:handle_segv=0 \

@@ -505,7 +505,7 @@ def test_a_report_feeds_the_ledger(written):
 def test_a_claim_about_levels_and_lengths(tmp_path):
     def write(exact_match):
         run = {"run": "x", "curve": [], "metrics": {f"exact_match.{n}": v for n, v in exact_match.items()}}
-        config = {"task": {}, "model": {"layers": 2, "kernel": "gaussian"}}
+        config = {"task": {}, "model": {"kind": "mosaic", "layers": 2, "kernel": "gaussian"}}
         entry = {
             "name": "gaussian",
             "config": config,

@@ -528,7 +528,7 @@ LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def _length(scale: str, task: str) -> Place:
-    return Place(task, f"{FOLDERS[scale]}length/{task}")
+    return Place(task, f"{FOLDERS[scale]}length/{task}", (("model.kind", "mosaic"),))
 
 
 def _table2(scale: str, task: str, lengths: tuple[int, ...]) -> list[Claim]:
