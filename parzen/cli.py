@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show ₊ gets a question mark, not a crash.
             stream.reconfigure(errors="replace")
+    if os.environ.get("RANK", "0") != "0":
+        # torchrun starts many; one of them speaks.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
     try:
         arguments = parser().parse_args(argv)
         run: Run = arguments.run

@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -195,3 +198,20 @@ def test_a_transformer_beside_a_mosaic_and_losses_for_tensorboard(text, tmp_path
 def test_positions_that_do_not_exist(text, tmp_path, capsys):
     assert main(command(text, tmp_path, "--models", "transformer", "--positions", "left")) == 2
     assert "unknown positions 'left'; known: learned, none" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_torchrun_trains_one_run_in_two_processes_and_one_speaks(text, tmp_path):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = command(text, tmp_path / "runs", "--kernels", "gaussian,biweight")
+    done = subprocess.run(
+        [*launch, "-m", "parzen", *arguments],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("2 runs, 0 of them done") == 1
+    assert all(r.finished for r in find_runs([tmp_path / "runs"]))

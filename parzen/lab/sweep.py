@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,9 @@ def sweep(
         UserError: nothing can be written. What is wrong with a single run is printed at the end, after the
             others, and left in its error.txt.
     """
-    runs = [Run.create(root, config) for config in configs]
+    # Under torchrun the first process alone writes.
+    first = os.environ.get("RANK", "0") == "0"
+    runs = [Run.create(root, c) if first else Run(root / c.digest(), c) for c in configs]
     todo = [run for run in runs if not run.finished]
     steps = max((run.config.train.steps for run in todo), default=1)
     failed: list[str] = []
@@ -63,13 +66,20 @@ def sweep(
         with console.progress(max(1, len(todo)), steps) as progress:
             for run in todo:
                 try:
+                    if not first:
+                        train(
+                            build(run.config), task, run.config.train, run.config.seed, run,
+                            device=device, compiled=compiled,
+                        )  # fmt: skip
+                        continue
                     for name, data in (files or {}).items():
                         write_whole(run.folder / name, data)
                     writer = _writer(run.folder / "tensorboard") if tensorboard else None
                     _finish(run, task, results, progress, writer, device=device, compiled=compiled)
                 except UserError as error:
                     failed.append(f"failed: {run.config.label}: {error}")
-                    write_whole(run.folder / "error.txt", f"{error}\n".encode())
+                    if first:
+                        write_whole(run.folder / "error.txt", f"{error}\n".encode())
                     status = 1
     except KeyboardInterrupt:
         failed.append("interrupted; the same command goes on from here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import time
@@ -241,16 +242,16 @@ def train(
             keeper.save("last", _weights(model) | _moments(optimizer), state)
             last_saved = time.monotonic()
         report(Progress(done, value, tokens, seconds, valid))
-    if world > 1:
-        dist.destroy_process_group()
     return metrics
 
 
 def _join(device: str) -> tuple[int, int]:
     """(rank, number of processes): torchrun says so in the environment."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
+    if world > 1 and not dist.is_initialized():
+        # Once for all runs: a second group would find what the first one left in torchrun's store.
         dist.init_process_group("nccl" if torch.device(device).type == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)
     return int(os.environ.get("RANK", "0")), world
 
 
