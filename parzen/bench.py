@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import platform
 import statistics
 import time
@@ -281,13 +282,16 @@ def bench_attention(
 
     Raises:
         AssertionError: a kernel disagrees with float64.
-        ValueError: the CPU engine was not built.
+        ValueError: the CPU engine was not built, another length, or more threads than processors.
     """
     if not cpu.info()["built"]:
         raise ValueError("the CPU engine was not built: there is nothing to time")
     known = sorted({setting.length for setting in STANDARD})
     if lengths is not None and not set(lengths) <= set(known):
         raise ValueError(f"lengths must be among {', '.join(map(str, known))}, got {lengths}")
+    cores = os.cpu_count() or 1
+    if threads and threads > cores:
+        raise ValueError(f"threads must be at most {cores}, the processors here, got {threads}")
     if threads:
         torch.set_num_threads(threads)
     lines: list[Line] = []

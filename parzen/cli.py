@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 import parzen
 from parzen.kernels import KERNELS, Exp, kernel
 from parzen.lab.console import show_table
@@ -57,6 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):
             return 0
         message = f"cannot write the output: {error.strerror or error}"
+    except (MemoryError, RuntimeError) as error:
+        allocation = isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate" in str(error)
+        if not allocation:
+            raise
+        message = "there is not enough memory for this; choose smaller sizes, such as --batch or --width"
     except KeyboardInterrupt:
         print("parzen: interrupted", file=sys.stderr)
         return 130
@@ -172,6 +179,22 @@ def _demo(arguments: argparse.Namespace) -> int:
 # ---- training ------------------------------------------------------------------------------------
 
 
+SIZES = {
+    "width": "of a token's vector (default: 128)",
+    "heads": "of every layer; they divide the width (default: 4)",
+    "slots": "learned pairs of each head of a mosaic (default: 448)",
+    "vocab": "of the tokeniser that is trained (default: 2048)",
+    "context": "tokens in a sequence (default: 256)",
+    "batch": "sequences in a step (default: 8)",
+    "accumulate": "parts that a step is cut into, to save memory (default: 1)",
+}
+RATES = {
+    "lr": "peak learning rate (default: 0.01)",
+    "norm-lr": "factor on it for the gains of LayerNorms (default: 30.0)",
+    "scalar-lr": "the same for bandwidths and other scalars (default: 0.1)",
+}
+
+
 def _add_compare(commands: Commands[Parser]) -> None:
     command = _command(
         commands, "compare", _compare, "train every kernel × depth × seed on the same batches of stories"
@@ -188,7 +211,14 @@ def _add_train(commands: Commands[Parser]) -> None:
     command = _command(commands, "train", _compare, "train one model on stories, or go on with it")
     command.add_argument("task", choices=("stories",), help="what is learned")
     command.add_argument("--model", dest="models", choices=MODELS, nargs=1, help="default: mosaic")
-    command.add_argument("--kernel", dest="kernels", type=_kernel_names, metavar="A", default=("gaussian",))
+    command.add_argument(
+        "--kernel",
+        dest="kernels",
+        type=_kernel_names,
+        metavar="A",
+        default=("gaussian",),
+        help="default: gaussian",
+    )
     command.add_argument("--layers", type=_whole(1), nargs=1, metavar="L", help="default: 1")
     command.add_argument("--seed", dest="seeds", type=_whole(0), nargs=1, metavar="S", help="default: 0")
     _add_training(command)
@@ -208,16 +238,16 @@ def _add_training(command: Parser) -> None:
     amount = command.add_mutually_exclusive_group()
     amount.add_argument("--tokens", type=_whole(1), help="training tokens of each run (default: 2200000)")
     amount.add_argument("--minutes", type=_positive, help="about how long all take, once turned into tokens")
-    for name in ("width", "heads", "slots", "vocab", "context", "batch", "accumulate"):
-        command.add_argument(f"--{name}", type=_whole(1))
-    for name in ("lr", "norm-lr", "scalar-lr"):
-        command.add_argument(f"--{name}", type=_positive)
-    command.add_argument("--dropout", type=float)
+    for name, about in SIZES.items():
+        command.add_argument(f"--{name}", type=_whole(1), metavar="N", help=about)
+    for name, about in RATES.items():
+        command.add_argument(f"--{name}", type=_positive, metavar="X", help=about)
+    command.add_argument("--dropout", type=float, metavar="P", help="on memory weights, … (default: 0.0)")
     command.add_argument("--positions", help="of a transformer: learned, none, rotary (default), alibi, nape")
     command.add_argument("--compile", dest="compiled", action="store_true", help="use torch.compile")
     command.add_argument("--tensorboard", action="store_true", help="write losses for TensorBoard too")
     command.add_argument("--precision", choices=("float32", "bf16"))
-    command.add_argument("--device", help="cpu (default), cuda, …")
+    command.add_argument("--device", type=_device, help="cpu (default), cuda, …")
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -243,7 +273,7 @@ def _add_regbench(commands: Commands[Parser]) -> None:
     command.add_argument(
         "--runs", type=_path, metavar="DIR", help="folder of run folders (default: runs/regbench)"
     )
-    command.add_argument("--device", help="cpu (default), cuda, …")
+    command.add_argument("--device", type=_device, help="cpu (default), cuda, …")
 
 
 def _regbench(arguments: argparse.Namespace) -> int:
@@ -290,7 +320,7 @@ def _add_length(commands: Commands[Parser]) -> None:
     command.add_argument(
         "--runs", type=_path, metavar="DIR", help="folder of run folders (default: runs/length/TASK)"
     )
-    command.add_argument("--device", help="cpu (default), cuda, …")
+    command.add_argument("--device", type=_device, help="cpu (default), cuda, …")
 
 
 def _length(arguments: argparse.Namespace) -> int:
@@ -344,7 +374,7 @@ def _add_report(commands: Commands[Parser]) -> None:
     command.add_argument(
         "places", type=_path, nargs="*", metavar="RUNS", help="run folders, or folders of them"
     )
-    command.add_argument("--to", type=_path, metavar="DIR", help="where the report goes")
+    command.add_argument("--to", type=_path, metavar="DIR", help="where the report goes; required")
     command.add_argument(
         "--ledger", action="store_true", help="instead: docs/results.md from the committed results"
     )
@@ -441,20 +471,29 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _device(text: str) -> str:
+    try:
+        torch.empty(1, device=text)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0]
+        raise argparse.ArgumentTypeError(f"this machine cannot use the device {text!r}: {reason}") from error
+    return text
+
+
 def _positive(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number > 0, got {text!r}")
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"expected a number > 0 and < 1e9, got {text!r}")
     return value
 
 
 def _whole(least: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"expected a whole number ≥ {least}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"expected a whole number ≥ {least} and < 1e18, got {text!r}")
         return int(text)
 
     return read

@@ -10,6 +10,7 @@ import torch
 from torch.testing import assert_close
 
 import parzen
+from parzen import cli
 from parzen.cli import main
 from parzen.kernels import KERNELS, UnitMass, kernel
 from parzen.lab import figures
@@ -54,18 +55,22 @@ def test_info_and_version(capsys):
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         (["kernels", "--colour"], "unrecognized arguments: --colour"),
         (["kernels", "--figure", "a.pdf"], "written as .png or .svg, got 'a.pdf'"),
-        (["demo", "--tokens", "0"], "whole number ≥ 1, got '0'"),
-        (["demo", "--tokens", "1.5"], "whole number ≥ 1, got '1.5'"),
-        (["demo", "--minutes", "nan"], "number > 0, got 'nan'"),
-        (["demo", "--minutes", "-1"], "number > 0, got '-1'"),
-        (["demo", "--minutes", "soon"], "number > 0, got 'soon'"),
-        (["demo", "--seed", "-1"], "whole number ≥ 0, got '-1'"),
+        (["demo", "--tokens", "0"], "whole number ≥ 1 and < 1e18, got '0'"),
+        (["demo", "--tokens", "1.5"], "whole number ≥ 1 and < 1e18, got '1.5'"),
+        (["demo", "--minutes", "nan"], "number > 0 and < 1e9, got 'nan'"),
+        (["demo", "--minutes", "-1"], "number > 0 and < 1e9, got '-1'"),
+        (["demo", "--minutes", "soon"], "number > 0 and < 1e9, got 'soon'"),
+        (["demo", "--seed", "-1"], "whole number ≥ 0 and < 1e18, got '-1'"),
         (["demo", "--kernels", "gaussian,foo"], "unknown kernel 'foo'; known: gaussian"),
         (["demo", "--kernels", "relumax?margin=-1"], "margin must be"),
         (["demo", "--kernels", "biweight,biweight"], "named twice"),
         (["demo", "--kernels", "softmax,gaussian"], "named twice"),
         (["demo", "--kernels", ""], "unknown kernel ''"),
         (["demo", "--tokens", "9", "--minutes", "1"], "not allowed with argument"),
+        (["demo", "--tokens", "9" * 20], "< 1e18"),
+        (["demo", "--minutes", "1e300"], "< 1e9"),
+        (["train", "stories", "--device", "nope"], "this machine cannot use the device 'nope'"),
+        (["bench", "attention", "--threads", "99999"], "threads must be at most"),
         (["demo", "--data", ""], "expected a path, got an empty text"),
         (["kernels", "--figure", ""], "expected a path, got an empty text"),
     ],
@@ -171,3 +176,23 @@ def test_the_drawn_curves_are_what_attention_does(name, h):
     adapts = isinstance(chosen.rule, UnitMass)
     drawn = figures.falloff(chosen, u.numpy(), seen.bandwidth.item() if adapts else h)
     assert_close(seen.weights[0] / seen.weights[0, 0], torch.from_numpy(drawn))
+
+
+def test_the_defaults_that_help_names_are_those_of_the_comparison():
+    from parzen.lab.experiments.stories import Comparison
+
+    for name, about in (cli.SIZES | cli.RATES).items():
+        assert f"(default: {getattr(Comparison(), name.replace('-', '_'))})" in about
+
+
+def test_too_little_memory_is_one_line(capsys, monkeypatch):
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")):
+
+        def run(arguments, error=error):
+            raise error
+
+        monkeypatch.setattr(cli, "_info", run)
+        assert "not enough memory" in fails(capsys, "info")
+    monkeypatch.setattr(cli, "_info", lambda arguments: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["info"])

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -88,7 +89,7 @@ def test_a_run_that_fails_does_not_stop_the_others(text, tmp_path, capsys, monke
 
     monkeypatch.setattr(sweep, "build", broken)
     assert main(command(text, tmp_path, "--kernels", "gaussian,biweight")) == 1
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert "failed: gaussian, 1 layers, seed 0: the loss became nan at step 1" in out
     assert [r.config.model.kernel for r in find_runs([tmp_path]) if r.finished] == ["biweight"]
 
@@ -215,3 +216,31 @@ def test_torchrun_trains_one_run_in_two_processes_and_one_speaks(text, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("2 runs, 0 of them done") == 1
     assert all(r.finished for r in find_runs([tmp_path / "runs"]))
+
+
+def test_a_damaged_config_is_not_taken_for_a_finished_run(done, text, tmp_path, capsys):
+    shutil.copytree(done, tmp_path / "runs")
+    again = command(text, tmp_path / "runs", "--kernels", "gaussian,relumax?margin=2", "--seeds", "0", "1")
+    run = find_runs([tmp_path / "runs"])[0]
+    config = run.folder / "config.json"
+    config.write_text(
+        config.read_text().replace("gaussian", "biweight").replace("relumax?margin=2", "biweight")
+    )
+    assert main(again) == 2
+    assert "does not belong to its folder" in capsys.readouterr().err
+    config.write_text("{")
+    assert main(again) == 2
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_a_finished_run_without_weights_says_how_to_get_them(done, tmp_path, capsys):
+    run = find_runs([done])[0]
+    shutil.copytree(run.folder, tmp_path / run.folder.name)
+    (tmp_path / run.folder.name / "best.safetensors").unlink()
+    assert main(["evaluate", str(tmp_path / run.folder.name)]) == 2
+    assert "remove its results.json to train it again" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_no_text(done, capsys):
+    assert main(["generate", str(find_runs([done])[0].folder), "--prompt", "a\udcff"]) == 2
+    assert capsys.readouterr().err == "parzen: error: the prompt is not UTF-8\n"

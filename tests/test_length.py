@@ -154,7 +154,7 @@ def test_escape_is_the_first_evaluation_above_a_half(runs, monkeypatch):
         ([], "required: --task"),
         (["--task", "sort", "--models", "mosaic,mamba"], "unknown name 'mamba'"),
         (["--task", "sort", "--lengths", "32,16"], "test lengths in ascending order, got (32, 16)"),
-        (["--task", "sort", "--lengths", "16,x"], "expected a whole number ≥ 1, got 'x'"),
+        (["--task", "sort", "--lengths", "16,x"], "expected a whole number ≥ 1 and < 1e18, got 'x'"),
         (["--task", "mqmtar", "--lengths", "5"], "room for 1 pair(s)"),
         (["--task", "mqmtar", "--lengths", "8,65536"], "at most 16 pairs, one a key, got 8738"),
         (["--task", "sort", "--kernels", "gauss"], "gauss"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 from parzen.lab.errors import UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -23,6 +26,5 @@ def write_whole(path: Path, data: bytes) -> None:
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose another place"
-        ) from error
+        advice = "free some space or choose" if error.errno in FULL else "choose"
+        raise UserError(f"cannot write {path}: {error.strerror or error}; {advice} another place") from error

@@ -79,7 +79,10 @@ class Run(Keeper):
             UserError: the folder cannot be written.
         """
         run = cls(root / config.digest(), config)
-        if not (run.folder / "config.json").exists():
+        if (run.folder / "config.json").exists():
+            # It may have been damaged or changed since.
+            cls.open(run.folder)
+        else:
             environment = {
                 **info(),
                 "commit": _commit(),

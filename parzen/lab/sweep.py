@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def sweep(
         failed.append("interrupted; the same command goes on from here")
         status = 130
     for line in failed:
-        print(line)
+        print(line, file=sys.stderr if status == 1 else sys.stdout)
     return runs, status
 
 
@@ -98,7 +99,8 @@ def best_model(folder: Path) -> tuple[Run, Backbone]:
     run = Run.open(folder)
     saved = run.load("best")
     if saved is None:
-        raise UserError(f"{folder} has no best.safetensors yet: train it for longer")
+        advice = "remove its results.json to train it again" if run.finished else "train it for longer"
+        raise UserError(f"{folder} has no best.safetensors: {advice}")
     model = build(run.config)
     load_weights(model, saved[0])
     return run, model.eval()

@@ -320,6 +320,10 @@ def generate_from(
     if not isinstance(run.config.task, StoriesConfig) or not isinstance(model, Mosaic):
         raise UserError(f"{folder} is no mosaic that was trained on stories")
     tokenizer = read_tokenizer(folder / "tokenizer.json")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("the prompt is not UTF-8") from error
     ids = tokenizer.encode(prompt or END).ids
     generator = torch.Generator().manual_seed(seed)
     written = generate(model, torch.tensor([ids]), tokens, temperature, top_k, generator)
