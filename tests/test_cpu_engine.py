@@ -691,3 +691,31 @@ def test_dropout_keeps_the_expectation():
     ones = attention(q, k, torch.ones_like(v), kernel="gaussian", scale=1e-6, dropout_p=0.3)
     assert_close(ones * 50 * 0.7, (ones * 50 * 0.7).round(), atol=1e-3, rtol=0)
     assert not attention(q, k, v, dropout_p=1.0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", ["knn_uniform?k=3", "knn_gaussian?k=3", "relumax"])
+@pytest.mark.parametrize("size", [40, 96])
+def test_different_keys_with_equal_products_tie_at_any_scale(kernel, dtype, size):
+    """The scale comes after the product: all keys that tie stay, and share the gradient."""
+    g = torch.Generator().manual_seed(size)
+    q, k = (torch.randint(0, 2, (1, 1, n, size), generator=g).to(dtype) * 2 - 1 for n in (9, 300))
+    v = torch.randn(1, 1, 300, 3, generator=g).to(dtype)
+    for scale in (None, 0.3, torch.tensor([[0.1]], dtype=dtype)):
+        found = []
+        for backend in ("cpu", "reference"):
+            inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = parzen.attention(*inputs, kernel=kernel, scale=scale, backend=backend)
+            out.sum().backward()
+            # Uniform weights pass no gradient to queries and keys.
+            found.append([out, *(torch.zeros_like(x) if x.grad is None else x.grad for x in inputs)])
+        for got, expected in zip(*found, strict=True):
+            assert_close(got, expected)
+
+
+def test_the_scale_is_not_lost_in_a_product_that_it_brings_back():
+    k = torch.tensor([[1e-38], [2e-38]])
+    out = parzen.attention(
+        torch.tensor([[1e30]]), k, torch.eye(2), scale=1e9, kernel="biweight", backend="cpu"
+    )
+    assert_close(out, torch.tensor([[0.0, 1.0]]))

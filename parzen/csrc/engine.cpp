@@ -184,9 +184,9 @@ __attribute__((noinline)) bool score_block(const Problem<T>& P, const Tile<T>& t
     const T* keys = P.at_key(A.k, tile.b, tile.hk, j0);
     for (int64_t i = 0; i < rows; i++)
       for (int64_t j = 0; j < smaller(BLOCK, P.keys(tile.b) - j0); j++)
-        s[i * ld + j] = dot(queries + (g + i) * A.E, keys + j * A.k.i, A.E);
+        s[i * ld + j] = dot(queries + (g + i) * A.E, keys + j * A.k.i, A.E) * tile.scale[g + i];
   } else {
-    scores(queries + g * A.E, tile.key_panels + block * BLOCK * A.E, A.E, s, ld);
+    scores(queries + g * A.E, tile.key_panels + block * BLOCK * A.E, A.E, tile.scale + g, s, ld);
   }
   if (plain && all) return true;
   for (int64_t i = 0; i < rows; i++) {
@@ -275,7 +275,7 @@ int32_t pack_keys(const Problem<T>& P, const View& x, int64_t width, T* out, uin
 
 template <class T>
 struct ForwardScratch {
-  T *queries, *s, *out, *weights, *score, *weight, *panels;
+  T *queries, *scaled, *s, *out, *weights, *score, *weight, *panels;
   int8_t* query_codes;
   int32_t* hits;
   uint8_t* codes;
@@ -285,6 +285,7 @@ struct ForwardScratch {
   Row<T>* row;
   ForwardScratch(Pieces& pieces, const Args& A, int64_t list_stride, int64_t packed_keys) {
     queries = pieces.take<T>(ROWS * A.E);
+    scaled = pieces.take<T>(ROWS * A.E);
     s = pieces.take<T>(MR * BLOCK);
     out = pieces.take<T>(ROWS * A.D);
     weights = pieces.take<T>(ROWS * BLOCK);
@@ -362,12 +363,13 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
   const Args& A = P.A;
   CodedQueries<ROWS> queries = {};
   memset(scratch.query_codes, 0, ROWS * A.E);
+  copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.scaled);
   // Keys to screen: none for queries that are not finite. They go by themselves, and the others keep their bits.
   int64_t first[ROWS], last[ROWS];
   for (int64_t i = 0; i < tile.n; i++) {
     first[i] = last[i] = 0;
-    if (!finite(scratch.queries + i * A.E, A.E)) continue;
-    if (!code_query(scratch.queries + i * A.E, A.E, scratch.query_codes + i * A.E, queries, i)) return false;
+    if (!finite(scratch.scaled + i * A.E, A.E)) continue;
+    if (!code_query(scratch.scaled + i * A.E, A.E, scratch.query_codes + i * A.E, queries, i)) return false;
     first[i] = tile.lo[i], last[i] = tile.hi[i];
   }
   const T* keys = P.at_key(A.k, tile.b, tile.hk, 0);
@@ -422,7 +424,7 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
     budget += SCREEN_HITS * tile.n - found;
     if (budget < 0) return false;
     for (int64_t l = 0; l < found; l++)
-      score[l] = dot(scratch.queries + which[l] * A.E, keys + key[l] * A.k.i, A.E);
+      score[l] = dot(scratch.queries + which[l] * A.E, keys + key[l] * A.k.i, A.E) * tile.scale[which[l]];
     for (int64_t l = 0; l < found; l++) candidate(scratch.row[which[l]], score[l], key[l]);
     for (int64_t i = 0; i < tile.n; i++) {
       if (!hits[i]) continue;
@@ -434,7 +436,7 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
   for (int64_t i = 0; i < tile.n; i++)
     if (first[i] == last[i])
       for (int64_t j = tile.lo[i]; j < tile.hi[i]; j++)
-        candidate(scratch.row[i], dot(scratch.queries + i * A.E, keys + j * A.k.i, A.E), (int32_t)j);
+        candidate(scratch.row[i], dot(scratch.queries + i * A.E, keys + j * A.k.i, A.E) * tile.scale[i], (int32_t)j);
   return true;
 }
 
@@ -448,7 +450,7 @@ bool screens(const Args& A) {
 template <Kind K, class T>
 void forward_tile(const Problem<T>& P, Tile<T>& tile, ForwardScratch<T>& scratch) {
   const Args& A = P.A;
-  copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
+  copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, (const T*)nullptr, scratch.queries);
   start_rows<K>(P, tile, scratch);
   bool found = false;
   if constexpr (SCREENS && sizeof(T) == 4 && K <= POWER_2)
@@ -637,9 +639,10 @@ int32_t forward_kind(const Args& A) {
 
 template <class T>
 struct BackwardScratch {
-  T *queries, *douts, *s, *block_p, *block_ds, *dq, *p, *a, *dw, *strip_s, *key_panels, *value_panels;
+  T *queries, *scaled, *douts, *s, *block_p, *block_ds, *dq, *p, *a, *dw, *strip_s, *key_panels, *value_panels;
   BackwardScratch(Pieces& pieces, const Args& A, int64_t stride, int64_t packed_keys) {
     queries = pieces.take<T>(ROWS * A.E);
+    scaled = pieces.take<T>(ROWS * A.E);
     douts = pieces.take<T>(ROWS * A.D);
     s = pieces.take<T>(MR * BLOCK);
     block_p = pieces.take<T>(ROWS * BLOCK);
@@ -658,11 +661,14 @@ struct BackwardScratch {
 template <class T>
 void load_tile(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& scratch) {
   const Args& A = P.A;
-  copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.queries);
+  const T* q = P.at_query(A.q, tile.b, tile.h, tile.i0);
+  copy_rows(q, A.q.i, tile.n, A.E, (const T*)nullptr, scratch.queries);
+  copy_rows(q, A.q.i, tile.n, A.E, tile.scale, scratch.scaled);
   copy_rows(P.at_query(A.dout, tile.b, tile.h, tile.i0), A.dout.i, tile.n, A.D, (const T*)nullptr, scratch.douts);
   // A query with NaN has NaN ds wherever it has support; elsewhere 0·NaN must not reach the keys.
   for (int64_t i = 0; i < tile.n; i++)
-    if (!finite(scratch.queries + i * A.E, A.E)) memset(scratch.queries + i * A.E, 0, A.E * sizeof(T));
+    for (T* x : {scratch.queries, scratch.scaled})
+      if (!finite(x + i * A.E, A.E)) memset(x + i * A.E, 0, A.E * sizeof(T));
 }
 
 // What the mean μ and the gradient of r sum over the support of a row.
@@ -802,7 +808,7 @@ void queries_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>&
         }
         continue;
       }
-      scores(scratch.douts + g * A.D, tile.value_panels + block * BLOCK * A.D, A.D,
+      scores(scratch.douts + g * A.D, tile.value_panels + block * BLOCK * A.D, A.D, (const T*)nullptr,
              scratch.block_p, BLOCK);
       for (int64_t i = g; i < smaller(g + MR, tile.n); i++) {
         const int64_t row = tile.row0 + i;
@@ -969,7 +975,7 @@ void keys_sparse(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& s
     const int32_t* index = A.index + offset;
     const int64_t lo = whole ? 0 : lower_bound<T>(index, n, from), hi = whole ? n : lower_bound<T>(index, n, to);
     scatter(dv, A.dv.i, P.list_p + offset + lo, index + lo, hi - lo, P.at_query(A.dout, tile.b, tile.h, tile.i0 + i), A.D);
-    scatter(dk, A.dk.i, P.list_ds + offset + lo, index + lo, hi - lo, scratch.queries + i * A.E, A.E);
+    scatter(dk, A.dk.i, P.list_ds + offset + lo, index + lo, hi - lo, scratch.scaled + i * A.E, A.E);
     offset += n;
   }
 }
@@ -992,7 +998,7 @@ void keys_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& sc
         continue;
       }
       begin = smaller(begin, g), end = g + rows;
-      scores(scratch.douts + g * A.D, tile.value_panels + block * BLOCK * A.D, A.D,
+      scores(scratch.douts + g * A.D, tile.value_panels + block * BLOCK * A.D, A.D, (const T*)nullptr,
              ds, BLOCK);
       for (int64_t i = 0; i < rows; i++) {
         const int64_t row = tile.row0 + g + i;
@@ -1020,7 +1026,7 @@ void keys_dense(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<T>& sc
     gemm(P.at_key(A.dv, tile.b, tile.hk, j0), A.dv.i, scratch.block_p + begin * BLOCK, 1, BLOCK,
          scratch.douts + begin * A.D, A.D, width, A.D, n);
     gemm(P.at_key(A.dk, tile.b, tile.hk, j0), A.dk.i, scratch.block_ds + begin * BLOCK, 1, BLOCK,
-         scratch.queries + begin * A.E, A.E, width, A.E, n);
+         scratch.scaled + begin * A.E, A.E, width, A.E, n);
   }
 }
 
@@ -1031,7 +1037,7 @@ void keys_from_strips(const Problem<T>& P, const Tile<T>& tile, BackwardScratch<
   const int64_t ld = P.list_stride, j0 = tile.first * BLOCK;
   const int64_t n = smaller(tile.last * BLOCK, P.keys(tile.b)) - j0;
   gemm(P.at_key(A.dv, tile.b, tile.hk, j0), A.dv.i, scratch.p, 1, ld, scratch.douts, A.D, n, A.D, tile.n);
-  gemm(P.at_key(A.dk, tile.b, tile.hk, j0), A.dk.i, scratch.a, 1, ld, scratch.queries, A.E, n, A.E, tile.n);
+  gemm(P.at_key(A.dk, tile.b, tile.hk, j0), A.dk.i, scratch.a, 1, ld, scratch.scaled, A.E, n, A.E, tile.n);
 }
 
 template <class T>

@@ -70,9 +70,10 @@ bool finite_rows(const T* x, int64_t ld, int64_t n, int64_t E) {
   return all;
 }
 
-// out[i, j] = Σ_e rows[i, e]·panel[e, j] for one group of rows and one block of keys.
+// out[i, j] = factor[i]·Σ_e rows[i, e]·panel[e, j] for one group of rows and one block of keys. A factor, if any,
+// comes last: products that are equal stay equal.
 template <class T>
-__attribute__((noinline)) void scores(const T* rows, const T* panel, int64_t E, T* out, int64_t ld) {
+__attribute__((noinline)) void scores(const T* rows, const T* panel, int64_t E, const T* factor, T* out, int64_t ld) {
   for (int p = 0; p < BLOCK / NR<T>; p++, panel += NR<T> * E) {
     V<T> acc[MR][REGISTER_VECTORS] = {};
     const T* b = panel;
@@ -90,7 +91,7 @@ __attribute__((noinline)) void scores(const T* rows, const T* panel, int64_t E, 
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++)
 #pragma GCC unroll 8
-      for (int c = 0; c < REGISTER_VECTORS; c++) store(out + i * ld + p * NR<T> + c * LANES<T>, acc[i][c]);
+      for (int c = 0; c < REGISTER_VECTORS; c++) store(out + i * ld + p * NR<T> + c * LANES<T>, factor ? acc[i][c] * factor[i] : acc[i][c]);
   }
 }
 
