@@ -533,6 +533,10 @@ class KernelAttention(nn.Module):
                     f"{name} must be (batch, length, {self.width}), the same batch for x and context; "
                     f"got {tuple(given.shape)}"
                 )
+            device, dtype = given.device.type, self.query.weight.dtype
+            casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+            if given.dtype != dtype and not casts:
+                raise TypeError(f"{name} must be {dtype} like the weights, got {given.dtype}; convert one")
         check_together(x=x, context=context, attn_mask=attn_mask, key_padding_mask=padding)
         query = self._split(self.query(x), self.heads)
         key = self._split(self.key(context), self.key_heads)
