@@ -517,7 +517,7 @@ def test_an_input_of_another_dtype_than_the_weights():
     layer, x = KernelAttention(16, 4), torch.randn(1, 3, 16)
     with pytest.raises(TypeError, match=r"x must be torch.float32 like the weights, got torch.float64"):
         layer(x.double())
-    with pytest.raises(TypeError, match="context must be torch.float32 like the weights"):
+    with pytest.raises(TypeError, match=r"context must be torch.float32 like the weights"):
         layer(x, x.half())
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x.bfloat16()).dtype == torch.bfloat16
