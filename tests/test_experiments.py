@@ -68,6 +68,7 @@ def test_the_report_reads_regbench(regbench_runs, tmp_path, capsys):
     table = (tmp_path / "table.md").read_text()
     assert "TVD" in table
     assert "mamba" in table
+    assert "| 3-gram | 1 layer" in table
     groups = json.loads((tmp_path / "summary.json").read_text())["groups"]
     assert {g["config"]["task"]["examples"] for g in groups} == {64}
     assert all({"tvd", "accuracy_last"} <= set(run["metrics"]) for g in groups for run in g["runs"])

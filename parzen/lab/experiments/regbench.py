@@ -148,8 +148,13 @@ def run(experiment: Experiment) -> int:
         data = _data(task)
         baselines = {f"{n}-gram": summary(score_ngram(data.test, n)) for n in (1, 2, 3)}
 
-        def judge(model: Backbone, config: RunConfig, data: RegBench = data) -> dict[str, Any]:
-            return results(model, data.test)
+        # An n-gram that has seen no continuation gives it probability 0: its loss is no number.
+        finite = {n: {k: v for k, v in b.items() if math.isfinite(v)} for n, b in baselines.items()}
+
+        def judge(
+            model: Backbone, config: RunConfig, data: RegBench = data, baselines: object = finite
+        ) -> dict[str, Any]:
+            return {**results(model, data.test), "baselines": baselines}
 
         print(f"{examples:,} examples")
         runs, failed = sweep(experiment.runs, configs, InContext(data), judge, device=experiment.device)
