@@ -19,6 +19,8 @@ import parzen
 from parzen.kernels import KERNELS, Exp, kernel
 from parzen.lab.console import show_table
 from parzen.lab.errors import UserError
+from parzen.lab.tasks.length import TASKS as LENGTH_TASKS
+from parzen.models.sequence import MIXERS
 from parzen.nn import BANDWIDTHS, POSITIONS
 
 Run = Callable[[argparse.Namespace], int]
@@ -90,8 +92,7 @@ def _command(commands: Commands[Parser], name: str, run: Run, about: str) -> Par
     return command
 
 
-MODELS = ("mosaic", "transformer", "s4", "h3", "retnet", "gla", "mamba")
-LENGTH_TASKS = ("sort", "reverse", "copy", "mqmtar")
+MODELS = ("mosaic", *MIXERS)
 SUPERSCRIPT = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 # ---- kernels -------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ def _add_length(commands: Commands[Parser]) -> None:
     command = _command(
         commands, "length", _length, "learn a task on short sources, and test it on longer and longer ones"
     )
-    command.add_argument("--task", choices=LENGTH_TASKS, required=True, help="what is learned")
+    command.add_argument("--task", choices=tuple(LENGTH_TASKS), required=True, help="what is learned")
     command.add_argument(
         "--models", type=_names(MODELS[:2]), metavar="A,B", help="mosaic (default), transformer"
     )

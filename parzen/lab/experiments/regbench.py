@@ -216,10 +216,7 @@ def score_ngram(instances: Sequence[Instance], order: int, batch: int = 200) -> 
     for start in range(0, len(ordered), batch):
         some = ordered[start : start + batch]
         tokens, labels, lengths = batch_of(some)
-        said = ngram(tokens, order)
-        # Where nothing has followed yet nothing is said; that is as good as any letter.
-        said[..., 1 : VOCAB - 1] += (said.sum(2, keepdim=True) == 0) / (VOCAB - 2)
-        scores.add(said, truth_of(some), labels, lengths)
+        scores.add(ngram(tokens, order), truth_of(some), labels, lengths)
     return scores
 
 
@@ -265,7 +262,3 @@ def _show(runs: Sequence[Run], baselines: Mapping[str, Mapping[str, float]]) -> 
             for name, seed, found in rows
         ],
     )
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "—" if value is None or not math.isfinite(value) else format(value, form)
