@@ -78,6 +78,7 @@ struct Problem {
   const Args& A;
   T *keys_packed = nullptr, *values_packed = nullptr;  // per (b, hk), blocks of packed keys; or null
   uint8_t* codes = nullptr;                            // the same as 8-bit integers, where they screen
+  float* steps = nullptr;
   Bound* bounds = nullptr;
   bool direct = false;                                 // so few queries that packing keys does not pay
   int64_t list_stride = 0;                             // one row's list, with room for a vector more
@@ -162,7 +163,10 @@ Tile<T> tile_at(const Problem<T>& P, int64_t b, int64_t h, int64_t t) {
   tile.row0 = P.row(b, h, tile.i0);
   tile.key_panels = P.keys_packed + P.first_block(b, tile.hk) * BLOCK * A.E;
   tile.value_panels = P.values_packed + P.first_block(b, tile.hk) * BLOCK * A.D;
-  if (P.codes) tile.codes = {P.codes + P.first_block(b, tile.hk) * BLOCK * A.E, P.bounds + P.first_block(b, tile.hk)};
+  if (P.codes) {
+    const int64_t block = P.first_block(b, tile.hk);
+    tile.codes = {P.codes + block * BLOCK * A.E, P.steps + block * BLOCK, P.bounds + block};
+  }
   return tile;
 }
 
@@ -247,7 +251,6 @@ struct PackJob {
   int64_t width, chunks;
   T* out;
   uint8_t* codes;
-  Bound* bounds;
 };
 constexpr int64_t PACK_BLOCKS = 16;
 
@@ -262,12 +265,13 @@ void pack_item(const void* data, int64_t number, char*) {
   const int64_t block = P.first_block(b, hk) + j0 / BLOCK;
   pack_panels(x, job.x.i, n, job.width, job.out + block * BLOCK * job.width);
   if constexpr (SCREENS && sizeof(T) == 4)
-    if (job.codes) code_keys(x, job.x.i, n, job.width, job.codes + block * BLOCK * job.width, job.bounds + block);
+    if (job.codes)
+      code_keys(x, job.x.i, n, job.width, job.codes + block * BLOCK * job.width, P.steps + block * BLOCK, P.bounds + block);
 }
 
 template <class T>
 int32_t pack_keys(const Problem<T>& P, const View& x, int64_t width, T* out, uint8_t* codes = nullptr) {
-  PackJob<T> job = {P, x, width, tiles_of(P.A.S, PACK_BLOCKS * BLOCK), out, codes, P.bounds};
+  PackJob<T> job = {P, x, width, tiles_of(P.A.S, PACK_BLOCKS * BLOCK), out, codes};
   return run(P.A, {pack_item<T>, &job, P.A.B * P.A.Hk * job.chunks, 0});
 }
 
@@ -277,8 +281,10 @@ template <class T>
 struct ForwardScratch {
   T *queries, *scaled, *s, *out, *weights, *score, *weight, *panels;
   int8_t* query_codes;
-  int32_t* hits;
+  int32_t* picked;
+  T* others;
   uint8_t* codes;
+  float* steps;
   Bound* bounds;
   bool packed = false;  // whether panels hold the keys
   int32_t* index;
@@ -295,9 +301,11 @@ struct ForwardScratch {
     index = pieces.take<int32_t>(ROWS * list_stride);
     panels = pieces.take<T>(packed_keys * A.E);
     codes = pieces.take<uint8_t>(packed_keys * A.E);
+    steps = pieces.take<float>(packed_keys);
     bounds = pieces.take<Bound>(packed_keys / BLOCK);
     query_codes = pieces.take<int8_t>(ROWS * A.E);
-    hits = pieces.take<int32_t>(2 * ROWS * BLOCK + ROWS * BLOCK * sizeof(T) / sizeof(int32_t));
+    picked = pieces.take<int32_t>(list_stride);
+    others = pieces.take<T>(list_stride);
   }
 };
 
@@ -348,102 +356,101 @@ void start_rows(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& scr
   }
 }
 
-// A true score costs about as much as screening a third of a block. More of them than this, beyond the
-// first blocks where the cut is low, and the float products are faster.
-template <Kind K>
-constexpr int64_t SCREEN_FREE = K == POWER_1 ? 96 : 256;
-constexpr int64_t SCREEN_HITS = 3;
+// A true score costs as much as this many products of a row: longer lists than that share are found by products.
+constexpr int64_t SCREEN_COST = 16;
 // From how many keys on screening pays: early, the cut is low and most keys pass.
 template <Kind K>
-constexpr int64_t SCREEN_KEYS = K == POWER_1 ? 1536 : 6144;
+constexpr int64_t SCREEN_KEYS = K <= POWER_2 ? 1024 : 6144;
 
-// The candidates of a tile by screening. False, with nothing lost but time, where too many keys pass.
+// Sets the best of a list anew.
+template <class T>
+INLINE void find_best(Row<T>& row) {
+  pad(row.score, row.index, row.n);
+  V<T> top = splat<T>(-INFINITY);
+  for (int64_t l = 0; l < row.n; l += LANES<T>) top = maximum<T>(load(row.score + l), top);
+  row.m = largest<T>(top);
+}
+
+// The candidates of a tile by screening. False, with nothing lost but time, where too many keys pass or a key
+// has no codes.
 template <Kind K, class T>
 bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& scratch) {
   const Args& A = P.A;
+  Bound worst = {0, 0};
+  for (int64_t block = tile.first; block < tile.last; block++) {
+    const Bound& bound = tile.codes.bounds[block];
+    worst.error = bound.error > worst.error ? bound.error : worst.error;
+    worst.size = bound.size > worst.size ? bound.size : worst.size;
+  }
+  if (worst.size == INFINITY) return false;
   CodedQueries<ROWS> queries = {};
   memset(scratch.query_codes, 0, ROWS * A.E);
   copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.scaled);
-  // Keys to screen: none for queries that are not finite. They go by themselves, and the others keep their bits.
-  int64_t first[ROWS], last[ROWS];
   for (int64_t i = 0; i < tile.n; i++) {
-    first[i] = last[i] = 0;
-    if (!finite(scratch.scaled + i * A.E, A.E)) continue;
-    if (!code_query(scratch.scaled + i * A.E, A.E, scratch.query_codes + i * A.E, queries, i)) return false;
-    first[i] = tile.lo[i], last[i] = tile.hi[i];
+    const T* query = scratch.scaled + i * A.E;
+    Row<T>& row = scratch.row[i];
+    // A query without codes keeps every key, and the others of its tile their bits.
+    const bool coded = finite(query, A.E) && code_query(query, A.E, scratch.query_codes + i * A.E, queries, i);
+    row.slack = coded ? 2 * slack_of(queries, worst, A.E, i) : INFINITY;
+    row.cut -= row.slack;
   }
-  const T* keys = P.at_key(A.k, tile.b, tile.hk, 0);
-  auto candidate = [&](Row<T>& row, T score, int32_t key) {
-    row.score[row.n] = score;
-    row.index[row.n] = key;
-    row.n += !(score <= row.cut);
-    if (score > row.m) best<K, T>(A, row, score);
+  auto too_many = [&] {
+    int64_t total = 0;
+    for (int64_t i = 0; i < tile.n; i++) total += scratch.row[i].slack < INFINITY ? scratch.row[i].n : 0;
+    return total * SCREEN_COST > tile.span + ROWS * BLOCK * SCREEN_COST;
   };
-  float cut[ROWS] = {};
-  for (int64_t i = 0; i < tile.n; i++) cut[i] = scratch.row[i].cut;
-  int64_t budget = SCREEN_FREE<K> * tile.n;
-  // The hits of a block: their queries, keys and true scores.
-  int32_t *which = scratch.hits, *key = which + ROWS * BLOCK;
-  T* score = (T*)(key + ROWS * BLOCK);
   for (int64_t block = tile.first; block < tile.last; block++) {
     const int64_t j0 = block * BLOCK;
-    const Bound& bound = tile.codes.bounds[block];
-    int32_t limit[ROWS], top[ROWS];
-    uint64_t hits[ROWS];
-    const uint8_t* codes = tile.codes.codes + j0 * A.E;
-    product_limits(queries, bound, cut, A.E, limit);
-    if (block == tile.first && bound.step > 0) {
-      // A first look for the best product alone: it bounds the best score from below.
-      for (int64_t g = 0; g < tile.n; g += MR)
-        screen_block<true>(scratch.query_codes + g * A.E, codes, A.E, queries.offset + g, limit + g, hits + g, top + g);
-      for (int64_t i = 0; i < tile.n; i++)
-        if (first[i] <= j0 && last[i] >= j0 + BLOCK) {
-          const float product = (float)top[i] / queries.inverse[i] * bound.step;
-          reached<K, T>(A, scratch.row[i], product - fabsf(product) * 1e-6f - slack_of(queries, bound, A.E, i));
-          cut[i] = scratch.row[i].cut;
-        }
-      product_limits(queries, bound, cut, A.E, limit);
-    }
-    int64_t found = 0;
     for (int64_t g = 0; g < tile.n; g += MR) {
-      screen_block<false>(scratch.query_codes + g * A.E, codes, A.E, queries.offset + g, limit + g, hits + g);
+      near_scores(scratch.query_codes + g * A.E, tile.codes.codes + j0 * A.E, A.E, queries.offset + g,
+                  queries.step + g, tile.codes.steps + j0, scratch.s);
       for (int64_t i = g; i < smaller(g + MR, tile.n); i++) {
-        const int64_t lo = first[i] - j0, hi = last[i] - j0;
-        uint64_t bits = bound.step == 0 ? ~0ull : hits[i];
-        if (lo > 0) bits = lo < BLOCK ? bits >> lo << lo : 0;
-        if (hi < BLOCK) bits = hi > 0 ? bits & (~0ull >> (BLOCK - hi)) : 0;
-        hits[i] = bits;
-        for (; bits; bits &= bits - 1, found++) {
-          which[found] = (int32_t)i;
-          key[found] = (int32_t)(j0 + __builtin_ctzll(bits));
-          // It arrives while the other queries are screened.
-          fetch(keys + key[found] * A.k.i, A.E * sizeof(T));
-        }
+        T* s = scratch.s + (i - g) * BLOCK;
+        for (int64_t j = 0; j < smaller(BLOCK, tile.lo[i] - j0); j++) s[j] = -(T)INFINITY;
+        for (int64_t j = larger(0, tile.hi[i] - j0); j < BLOCK; j++) s[j] = -(T)INFINITY;
+        scan<K, T>(A, scratch.row[i], s, j0);
       }
     }
-    budget += SCREEN_HITS * tile.n - found;
-    if (budget < 0) return false;
-    for (int64_t l = 0; l < found; l++)
-      score[l] = dot(scratch.queries + which[l] * A.E, keys + key[l] * A.k.i, A.E) * tile.scale[which[l]];
-    for (int64_t l = 0; l < found; l++) candidate(scratch.row[which[l]], score[l], key[l]);
-    for (int64_t i = 0; i < tile.n; i++) {
-      if (!hits[i]) continue;
-      Row<T>& row = scratch.row[i];
-      if (row.n >= row.trigger) tighten<K, T>(A, row);
-      cut[i] = row.cut;
-    }
+    if ((block - tile.first) % 16 == 15 && too_many()) return false;
   }
   for (int64_t i = 0; i < tile.n; i++)
-    if (first[i] == last[i])
-      for (int64_t j = tile.lo[i]; j < tile.hi[i]; j++)
-        candidate(scratch.row[i], dot(scratch.queries + i * A.E, keys + j * A.k.i, A.E) * tile.scale[i], (int32_t)j);
+    if (scratch.row[i].n) tighten<K, T>(A, scratch.row[i]);
+  if (too_many()) return false;
+  const T* keys = P.at_key(A.k, tile.b, tile.hk, 0);
+  auto true_scores = [&](int64_t i, int64_t n, T* out) {
+    scores_at(scratch.queries + i * A.E, keys, A.k.i, A.E, scratch.picked, n, tile.scale[i], out);
+  };
+  for (int64_t i = 0; i < tile.n; i++) {
+    Row<T>& row = scratch.row[i];
+    const T delta = row.slack / 2, middle = row.cut + row.slack;
+    // First those above the threshold of the products. Theirs is within rounding of the final one, so that of
+    // the others only those less than δ below it are left.
+    Row<T> high = row;
+    high.n = pick(row.score, row.index, row.n, middle, true, scratch.picked);
+    true_scores(i, high.n, row.weight);
+    high.score = row.weight, high.index = scratch.picked, high.slack = 0;
+    if (A.rule == THRESHOLD) high.cut = cut_at<K, T>(row.level);
+    find_best(high);
+    if (high.n) best<K, T>(A, high, high.m), raise_cut<K, T>(A, high);
+    const T low = high.cut - delta < middle ? high.cut - delta : middle;
+    if (low > row.cut) {
+      row.cut = low;
+      drop(row);
+    }
+    const int64_t others = pick(row.score, row.index, row.n, middle, false, scratch.picked);
+    true_scores(i, others, scratch.others);
+    put(row.score, row.n, middle, row.weight, scratch.others);
+    row.slack = 0, row.cut = high.cut;
+    find_best(row);
+    if (A.rule == THRESHOLD) drop(row);
+  }
   return true;
 }
 
-// Uniform powers of small exponent, margins and neighbours: where lists are short. Not with masks.
+// Not with masks: they would have to be read for every key.
 template <Kind K, class T>
 bool screens(const Args& A) {
-  return SCREENS && sizeof(T) == 4 && K <= POWER_2 && A.rule != EVERYWHERE && !A.bias.p && !A.mask.p && !A.slopes.p &&
+  return SCREENS && sizeof(T) == 4 && A.rule != EVERYWHERE && !A.bias.p && !A.mask.p && !A.slopes.p &&
          A.S >= SCREEN_KEYS<K> && A.E >= 32 && A.E <= 1024;
 }
 
@@ -453,7 +460,7 @@ void forward_tile(const Problem<T>& P, Tile<T>& tile, ForwardScratch<T>& scratch
   copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, (const T*)nullptr, scratch.queries);
   start_rows<K>(P, tile, scratch);
   bool found = false;
-  if constexpr (SCREENS && sizeof(T) == 4 && K <= POWER_2)
+  if constexpr (SCREENS && sizeof(T) == 4)
     if (tile.codes.codes && (tile.last - tile.first) * BLOCK >= SCREEN_KEYS<K>) {
       found = screen_tile<K>(P, tile, scratch);
       if (!found) start_rows<K>(P, tile, scratch);
@@ -492,13 +499,7 @@ void forward_tile(const Problem<T>& P, Tile<T>& tile, ForwardScratch<T>& scratch
   };
 
   if (!found) by_products();
-  int64_t total = support();
-  if (found && A.stats && !is_sparse(total)) {
-    // Backward will compute these scores again, as products: they must be the same to the bit.
-    start_rows<K>(P, tile, scratch);
-    by_products();
-    total = support();
-  }
+  const int64_t total = support();
   if (A.stats) {
     const bool sparse = is_sparse(total);
     int64_t offset = sparse ? __atomic_fetch_add(P.used, total, __ATOMIC_RELAXED) : -1;
@@ -578,11 +579,11 @@ void forward_head(const void* data, int64_t number, char* memory) {
   const int64_t hk = number % A.Hk, b = number / A.Hk, group = A.H / A.Hk;
   const bool screened = screens<K, T>(A) && !P.direct;
   if constexpr (SCREENS && sizeof(T) == 4)
-    if (screened) code_keys(P.at_key(A.k, b, hk, 0), A.k.i, P.keys(b), A.E, scratch.codes, scratch.bounds);
+    if (screened) code_keys(P.at_key(A.k, b, hk, 0), A.k.i, P.keys(b), A.E, scratch.codes, scratch.steps, scratch.bounds);
   for (int64_t h = hk * group; h < (hk + 1) * group; h++)
     for (int64_t t = 0; t < tiles_of(P.queries(b), ROWS); t++) {
       Tile<T> tile = tile_at(P, b, h, t);
-      if (screened) tile.codes = {scratch.codes, scratch.bounds};
+      if (screened) tile.codes = {scratch.codes, scratch.steps, scratch.bounds};
       forward_tile<K, T>(P, tile, scratch);
     }
 }
@@ -623,14 +624,16 @@ int32_t forward_kind(const Args& A) {
     failed = !P.keys_packed;
     if (screens<K, T>(A)) {
       P.codes = allocate<uint8_t>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
+      P.steps = allocate<float>(A.Hk * P.blocks_per_head() * BLOCK);
       P.bounds = allocate<Bound>(A.Hk * P.blocks_per_head());
-      failed |= !P.codes || !P.bounds;
+      failed |= !P.codes || !P.steps || !P.bounds;
     }
     failed = failed || pack_keys(P, A.k, A.E, P.keys_packed, P.codes);
   }
   if (!failed) failed = run(A, {forward_item<K, T>, &P, A.B * A.H * tiles_of(A.T, ROWS), pieces.used});
   free(P.keys_packed);
   free(P.codes);
+  free(P.steps);
   free(P.bounds);
   return failed;
 }

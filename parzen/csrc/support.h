@@ -303,10 +303,10 @@ T nearest(const T* score, int64_t n, int64_t k, int64_t slack, T best) {
 }
 
 // The candidates of one row while its keys stream by. `cut` never exceeds the final threshold:
-// θ found on a subset of the keys is a lower bound.
+// θ found on a subset of the keys is a lower bound. Scores known up to δ are cut `slack` = 2δ lower.
 template <class T>
 struct Row {
-  T cut, m, r, level;
+  T cut, slack, m, r, level;
   int64_t n, trigger;
   T *score, *weight;
   int32_t* index;
@@ -332,25 +332,21 @@ template <Kind K, class T>
 void start(const Args& A, Row<T>& row, int64_t keys) {
   row.n = 0;
   row.m = -INFINITY;
+  row.slack = 0;
   row.cut = A.rule == THRESHOLD ? cut_at<K, T>(row.level) : -(T)INFINITY;
   row.trigger = A.rule == UNIT_MASS ? 16 : A.rule == NEAREST ? A.nearest + 16 : A.rule == MARGIN ? 64 : INT64_MAX;
   // The last solve takes few keys as they are.
   if (keys <= SHORT) row.trigger = INT64_MAX;
 }
 
-// Some key has a score of at least m.
-template <Kind K, class T>
-INLINE void reached(const Args& A, Row<T>& row, T m) {
-  const T bound = A.rule == UNIT_MASS ? unit_mass_cut<T>(m, 0, row.r)
-                  : A.rule == MARGIN  ? margin_cut<T>(m, row.level)
-                                      : -(T)INFINITY;
-  // A margin of NaN must reach the output.
-  if (!(bound <= row.cut)) row.cut = bound;
-}
 template <Kind K, class T>
 INLINE void best(const Args& A, Row<T>& row, T m) {
   row.m = m;
-  reached<K, T>(A, row, m);
+  const T bound = (A.rule == UNIT_MASS ? unit_mass_cut<T>(m, 0, row.r)
+                   : A.rule == MARGIN  ? margin_cut<T>(m, row.level)
+                                       : -(T)INFINITY) - row.slack;
+  // A margin of NaN must reach the output.
+  if (!(bound <= row.cut)) row.cut = bound;
 }
 
 template <class T>
@@ -368,22 +364,29 @@ INLINE void drop(Row<T>& row) {
 
 template <class T>
 INLINE T start_sigma(const Row<T>& row) {
-  const T sigma = (row.cut - row.m) + row.r;
+  const T sigma = ((row.cut + row.slack) - row.m) + row.r;
   return sigma > 0 ? sigma : 0;
 }
 
-// Raises the cut from the candidates so far and drops those below it.
+// Raises the cut from the candidates so far.
 template <Kind K, class T>
-void tighten(const Args& A, Row<T>& row) {
+INLINE void raise_cut(const Args& A, Row<T>& row) {
   pad(row.score, row.index, row.n);
   if constexpr (K >= POWER_1) {
     if (A.rule == UNIT_MASS) {
       const T sigma = solve<K, T>(row.score, row.n, row.m, start_sigma(row), row.r, 1);
-      const T bound = unit_mass_cut(row.m, sigma, row.r);
+      const T bound = unit_mass_cut(row.m, sigma, row.r) - row.slack;
       if (bound > row.cut) row.cut = bound;
     }
   }
-  if (A.rule == NEAREST) row.cut = below(nearest(row.score, row.n, A.nearest, A.nearest / 2, row.m));
+  if (A.rule == NEAREST && row.n >= A.nearest)
+    row.cut = below(nearest(row.score, row.n, A.nearest, A.nearest / 2, row.m) - row.slack);
+}
+
+// The same, and drops what is below.
+template <Kind K, class T>
+void tighten(const Args& A, Row<T>& row) {
+  raise_cut<K, T>(A, row);
   const int64_t before = row.n;
   drop(row);
   // Where little falls away the support is dense: look again much later.
