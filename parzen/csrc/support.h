@@ -33,16 +33,41 @@ struct Stats {
   T m, from, shift, width, inverse;
 };
 
+// a^{1/3} for a > 0, to rounding: a guess from the exponent and two Halley steps for float.
+INLINE float cube_root(float a) {
+  int32_t i;
+  memcpy(&i, &a, 4);
+  i = i / 3 + 709921077;
+  float x;
+  memcpy(&x, &i, 4);
+  for (int step = 0; step < 2; step++) {
+    const float x3 = x * x * x;
+    x = x * ((x3 + 2 * a) / (2 * x3 + a));
+  }
+  return x;
+}
+INLINE double cube_root(double a) { return cbrt(a); }
+
+// What the slope r·yʳ⁻¹ is multiplied by where Σ yʳ = 1/inverse is not quite 1, to be r·pʳ⁻¹ᐟʳ of the weight p.
+// In a flat row of n keys y is known to n roundings of 1 only, but p, which is divided by its sum, to one.
+template <Kind K, class T>
+INLINE T steepness(T inverse, T r) {
+  if constexpr (K == POWER_1) return inverse == inverse ? 1 : inverse;
+  if constexpr (K == POWER_2) return (T)sqrt((double)inverse);
+  if constexpr (K == POWER_3) return cube_root(inverse) * cube_root(inverse);
+  return inverse > 0 ? (T)pow((double)inverse, (double)((r - 1) / r)) : 0;
+}
+
 template <Kind K, class T>
 struct Shape {
   static constexpr bool closed = K == GAUSS || K == POWER_0;
   const bool unit_mass;
-  V<T> m, from, shift, width, c, one, inverse, r;
+  V<T> m, from, shift, width, c, one, inverse, steep, r;
 
   INLINE Shape(const Stats<T>& s, T exponent, bool is_unit_mass)
       : unit_mass(is_unit_mass), m(splat(s.m)), from(splat(s.from)), shift(splat(s.shift)), width(splat(s.width)),
         c(splat(1 / s.width > MOST<T> ? MOST<T> : 1 / s.width)), one(splat(T(is_unit_mass))),
-        inverse(splat(s.inverse)), r(splat(exponent)) {}
+        inverse(splat(s.inverse)), steep(splat(unit_mass ? steepness<K, T>(s.inverse, exponent) : s.inverse)), r(splat(exponent)) {}
 
   INLINE V<T> t(V<T> s) const { return (s - from) - shift; }
   INLINE V<T> y(V<T> s) const {
@@ -99,7 +124,7 @@ struct Shape {
     V<T> phi, slope;
     raw(s, phi, slope);
     p = select<T>(inside, phi, V<T>{}) * inverse;
-    a = select<T>(inside, slope, V<T>{}) * inverse;
+    a = select<T>(inside, slope, V<T>{}) * steep;
     return inside;
   }
   // y-derivative factor of r: p·(log y − 1 + 1/y); the bracket is u²/2 − 2u³/3 + … near u = 0.
@@ -125,21 +150,6 @@ INLINE void pad(T* score, int32_t* index, int64_t n) {
   store(score + n, splat<T>(-INFINITY));
   memset(index + n, 0, LANES<T> * sizeof(int32_t));
 }
-
-// a^{1/3} for a > 0, to rounding: a guess from the exponent and two Halley steps for float.
-INLINE float cube_root(float a) {
-  int32_t i;
-  memcpy(&i, &a, 4);
-  i = i / 3 + 709921077;
-  float x;
-  memcpy(&x, &i, 4);
-  for (int step = 0; step < 2; step++) {
-    const float x3 = x * x * x;
-    x = x * ((x3 + 2 * a) / (2 * x3 + a));
-  }
-  return x;
-}
-INLINE double cube_root(double a) { return cbrt(a); }
 
 // A step below this is the last: what is left is its square, but for r < 2 where keys at the threshold
 // still count to first order.
