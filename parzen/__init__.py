@@ -11,6 +11,7 @@ from parzen.attention import (
     weights,
 )
 from parzen.kernels import KERNELS, Kernel, kernel
+from parzen.memory import KeyValueMemory
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionWeights",
     "Explanation",
     "Kernel",
+    "KeyValueMemory",
     "attention",
     "attention_varlen",
     "attention_weights",

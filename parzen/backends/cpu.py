@@ -43,7 +43,8 @@ class _Engine:
     def __init__(self, lib: ctypes.CDLL, isas: tuple[str, ...], isa: str, number: int) -> None:
         self.isas, self.isa, self.number = isas, isa, number
         self.forward, self.backward = lib.parzen_forward, lib.parzen_backward
-        for f in (self.forward, self.backward):
+        self.recall, self.code = lib.parzen_recall, lib.parzen_code
+        for f in (self.forward, self.backward, self.recall, self.code):
             f.argtypes = (ctypes.c_int64, ctypes.c_char_p)
             f.restype = ctypes.c_int32
         self.parallel_for = _parallel_for()
@@ -78,7 +79,7 @@ def _open() -> tuple[ctypes.CDLL, list[str]] | None:
     lib.parzen_isa.argtypes = (ctypes.c_int64,)
     lib.parzen_isa.restype = ctypes.c_char_p
     lib.parzen_args_size.restype = ctypes.c_int64
-    if lib.parzen_args_size() != _ARGS.size:
+    if lib.parzen_args_size() != _ARGS.size or not hasattr(lib, "parzen_recall"):
         raise ImportError(f"{path} was built from another version of parzen: build it again")
     names: list[str] = []
     while (name := lib.parzen_isa(len(names))) is not None:

@@ -1,8 +1,12 @@
-// What backends/cpu.py calls: the instruction sets in this build that this processor can run.
+// What backends/cpu.py and memory.py call: the instruction sets in this build that this processor can run.
 #include "engine.h"
+#include "memory.h"
 
 namespace parzen {
 extern const Engine baseline, avx2, avx512, avx512vnni, neon;
+namespace memory {
+extern const Memory baseline, avx2, avx512, avx512vnni, neon;
+}  // namespace memory
 }  // namespace parzen
 
 using namespace parzen;
@@ -10,6 +14,7 @@ using namespace parzen;
 struct Isa {
   const char* name;
   const Engine* engine;
+  const Memory* memory;
   bool (*supported)();
 };
 
@@ -23,19 +28,19 @@ static bool has_avx512() {
 // Worst first.
 static const Isa isas[] = {
 #ifdef PARZEN_HAS_baseline
-    {"baseline", &baseline, [] { return true; }},
+    {"baseline", &baseline, &memory::baseline, [] { return true; }},
 #endif
 #ifdef PARZEN_HAS_avx2
-    {"avx2", &avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+    {"avx2", &avx2, &memory::avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
 #ifdef PARZEN_HAS_avx512
-    {"avx512", &avx512, has_avx512},
+    {"avx512", &avx512, &memory::avx512, has_avx512},
 #endif
 #ifdef PARZEN_HAS_avx512vnni
-    {"avx512vnni", &avx512vnni, [] { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }},
+    {"avx512vnni", &avx512vnni, &memory::avx512vnni, [] { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }},
 #endif
 #ifdef PARZEN_HAS_neon
-    {"neon", &neon, [] { return true; }},
+    {"neon", &neon, &memory::neon, [] { return true; }},
 #endif
 };
 constexpr int64_t COUNT = sizeof isas / sizeof *isas;
@@ -51,3 +56,7 @@ EXPORT const char* parzen_isa(int64_t number) {
 EXPORT int64_t parzen_args_size() { return sizeof(Args); }
 EXPORT int32_t parzen_forward(int64_t isa, const Args* args) { return isas[isa].engine->forward(*args); }
 EXPORT int32_t parzen_backward(int64_t isa, const Args* args) { return isas[isa].engine->backward(*args); }
+
+EXPORT int64_t parzen_recall_size() { return sizeof(Recall); }
+EXPORT int32_t parzen_recall(int64_t isa, const Recall* args) { return isas[isa].memory->recall(*args); }
+EXPORT int32_t parzen_code(int64_t isa, const Recall* args) { return isas[isa].memory->code(*args); }
