@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "parzen").partition(".")[0] == "parzen":
             raise
-        message = f"{error.name} is not installed; run: pip install 'parzen[lab]'"
+        extra = "lab,transformers" if error.name == "transformers" else "lab"
+        message = f"{error.name} is not installed; run: pip install 'parzen[{extra}]'"
     except OSError as error:
         # What stdout still holds cannot be written; keep Python from trying again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -370,6 +371,18 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
 
 
+def _add_export(commands: Commands[Parser]) -> None:
+    command = _command(commands, "export", _export, "save a trained run as a Hugging Face model")
+    command.add_argument("folder", type=_path, metavar="RUN", help="the folder of a run")
+    command.add_argument("--to", type=_path, metavar="DIR", required=True, help="the folder for its files")
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    import_module("parzen.integrations.export").export_run(arguments.folder, arguments.to)
+    print(f"saved {arguments.to}")
+    return 0
+
+
 def _add_report(commands: Commands[Parser]) -> None:
     command = _command(commands, "report", _report, "tables, figures and one page from run folders")
     command.add_argument(
@@ -457,6 +470,7 @@ COMMANDS = (
     _add_length,
     _add_evaluate,
     _add_generate,
+    _add_export,
     _add_report,
     _add_data,
     _add_bench,

@@ -225,6 +225,12 @@ class Pairs:
         self._buffer[0, :, :, start : self.count] = key
         self._buffer[1, :, :, start : self.count] = value
 
+    def select(self, rows: Tensor) -> Pairs:
+        """A copy of these sequences' pairs, ``rows`` (n,) saying which."""
+        pairs = Pairs(self._buffer[0, rows, :, :0])
+        pairs.append(self.key[rows], self.value[rows])
+        return pairs
+
     @property
     def key(self) -> Tensor:
         """The stored keys."""
@@ -253,6 +259,11 @@ class Stored:
     value: Tensor
     pairs: Pairs
     count: int
+
+    def select(self, rows: Tensor) -> Stored:
+        """A copy of what is known of these sequences, ``rows`` (n,) saying which."""
+        keys = tuple(k[rows] for k in self.keys)
+        return Stored(keys, self.key[rows], self.value[rows], self.pairs.select(rows), self.count)
 
 
 BlockState = tuple[Stored, State]
@@ -424,13 +435,17 @@ class Mosaic(Backbone):
             tokens: (B, T), T ≥ 1.
             state: what was read before, used up by this call; default nothing.
         """
-        state = self.initial_state(len(tokens)) if state is None else state
+        x, after = self.extend(tokens, self.initial_state(len(tokens)) if state is None else state)
+        return self.head(x[:, -1]), after
+
+    def extend(self, tokens: Tensor, state: list[BlockState]) -> tuple[Tensor, list[BlockState]]:
+        """What the head reads at the next positions, (B, n) → (B, n, D), and the state after them."""
         x = self.embedding(tokens)
         after = []
         for block, before in zip(self._mosaic_blocks(), state, strict=True):
             x, now = block.extend(x, before)
             after.append(now)
-        return self.head(x[:, -1]), after
+        return x, after
 
     def step(self, tokens: Tensor, state: list[BlockState]) -> tuple[Tensor, list[BlockState]]:
         """The logits (B, V) that follow one more token of each sequence, (B,), and the state after it."""

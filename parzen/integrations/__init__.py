@@ -1,0 +1,1 @@
+"""Parzen inside other libraries. Nothing here is imported by ``import parzen``."""

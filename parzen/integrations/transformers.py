@@ -1,0 +1,430 @@
+"""Hugging Face transformers: every kernel as an ``attn_implementation``, and the mosaic as a model of theirs.
+
+    from parzen.integrations.transformers import register
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="parzen:biweight")
+
+The import itself makes ``ParzenMosaicConfig`` and ``MosaicForCausalLM`` known to the Auto classes; kernels
+are known once ``register`` was called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    Cache,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils.output_capturing import _active_collector
+
+from parzen.attention import attention, attention_weights
+from parzen.kernels import KERNELS, Kernel, kernel
+from parzen.models.mosaic import BlockState, Mosaic, MosaicConfig
+
+PREFIX = "parzen:"
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+
+# ---- kernels as attention implementations --------------------------------------------------------
+
+
+def register(*names: str) -> tuple[str, ...]:
+    """Makes kernels known to transformers, and returns the names to give as ``attn_implementation``.
+
+    Every process does this before it makes or loads a model that uses them; doing it again changes nothing.
+
+    Args:
+        *names: as ``parzen.kernel`` spells them, with or without ``parzen:`` in front, such as
+            ``"knn_gaussian?k=32"``. Default: every row of ``parzen.KERNELS`` and its aliases.
+
+    Raises:
+        ValueError, TypeError: as ``parzen.kernel``.
+    """
+    texts = names or tuple(name for key, row in KERNELS.items() for name in (key, *row.aliases))
+    chosen = {PREFIX + text.removeprefix(PREFIX): kernel(text.removeprefix(PREFIX)) for text in texts}
+    for name, k in chosen.items():
+        AttentionInterface.register(name, attention_function(k))
+        # Without a mask function of the same name transformers makes no mask: padding would be attended to.
+        AttentionMaskInterface.register(name, sdpa_mask)
+    return tuple(chosen)
+
+
+# What a kernel regression has no place for, and what it would be.
+REFUSED = {
+    "softcap": "soft-capped scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a position bias on the scores",
+    "indices": "a selection of keys",
+    "block_indices": "a selection of blocks of keys",
+    "head_mask": "a mask of heads",
+    "block_table": "a paged cache",
+}
+
+
+def attention_function(k: Kernel) -> Attend:
+    """What transformers calls in place of its own attention, with the kernel ``k``.
+
+        (module, query (B, H, T, E), key (B, Hk, S, E), value (B, Hk, S, Ev), attention_mask, *, scaling,
+        dropout, is_causal) → (output (B, T, H, Ev), weights (B, H, T, S) or None)
+
+    ``attention_mask`` broadcasts to (B, H, T, S), as in ``parzen.attention``. Where transformers left it out,
+    a causal module's queries, if there is more than one, see the keys j ≤ i (upper-left alignment: the cache
+    was empty, and its unused end is not seen); a single query sees every key. ``scaling`` is 1/h², default
+    1/√E. The weights are those before dropout, and come only if they were asked for.
+
+    Raises:
+        ValueError: an argument of ``REFUSED`` is not None.
+    """
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        for name, what in REFUSED.items():
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"{type(module).__name__} passes {name} ({what}), and {PREFIX}{k} cannot honour that: "
+                    "unset it in the config if it is an option, or load the model with "
+                    'attn_implementation="eager"'
+                )
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+        options: dict[str, Any] = {
+            "attn_mask": attention_mask,
+            "is_causal": causal,
+            "scale": scaling,
+            "enable_gqa": True,
+            "kernel": k,
+        }
+        output = attention(query, key, value, dropout_p=dropout, **options)
+        wanted = _wanted(kwargs)
+        weights = attention_weights(query, key, **options).weights if wanted else None
+        return output.transpose(1, 2).contiguous(), weights
+
+    return attend
+
+
+def _wanted(kwargs: dict[str, Any]) -> bool:
+    """Whether the caller of the model said ``output_attentions=True``."""
+    if kwargs.get("output_attentions"):
+        return True
+    # Some models keep the flag to themselves, and collect what their layers return.
+    if torch.compiler.is_compiling() and not _active_collector.compiling:
+        # A part of a model, compiled alone: a context variable cannot be read in a graph.
+        return False
+    return any("attentions" in name for name in _active_collector.get() or ())
+
+
+# ---- Memory Mosaics as models of transformers ----------------------------------------------------
+
+# Where transformers has a name for it, that is the name here.
+FIELDS = {
+    "vocab": "vocab_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "width": "hidden_size",
+    "slots": "num_slots",
+}
+
+
+class ParzenMosaicConfig(PreTrainedConfig):
+    """A ``parzen.models.mosaic.MosaicConfig`` under the names of transformers; the defaults are its own.
+
+    Args:
+        vocab_size, num_hidden_layers, num_attention_heads, hidden_size: sizes.
+        num_slots: learned pairs per head of each persistent memory.
+        kernel, persistent_kernel, dropout, bandwidth, gated_keys: as in ``MosaicConfig``.
+
+    Raises:
+        ValueError: as ``MosaicConfig``.
+    """
+
+    model_type = "parzen_mosaic"
+
+    vocab_size: int = MosaicConfig.vocab
+    num_hidden_layers: int = MosaicConfig.layers
+    num_attention_heads: int = MosaicConfig.heads
+    hidden_size: int = MosaicConfig.width
+    num_slots: int = MosaicConfig.slots
+    kernel: str = MosaicConfig.kernel
+    persistent_kernel: str = MosaicConfig.persistent_kernel
+    dropout: float = MosaicConfig.dropout
+    bandwidth: str = MosaicConfig.bandwidth
+    gated_keys: bool = MosaicConfig.gated_keys
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.mosaic()
+
+    @classmethod
+    def of(cls, config: MosaicConfig, **kwargs: Any) -> ParzenMosaicConfig:
+        """The same sizes and choices; ``kwargs`` are other fields, such as ``eos_token_id``."""
+        return cls(**{FIELDS.get(name, name): value for name, value in asdict(config).items()}, **kwargs)
+
+    def mosaic(self) -> MosaicConfig:
+        """The config of the model inside."""
+        names = MosaicConfig.__dataclass_fields__
+        return MosaicConfig(**{name: getattr(self, FIELDS.get(name, name)) for name in names})
+
+
+class MosaicCache(Cache):
+    """What a mosaic has read of each sequence, updated in place: a mosaic's state, not keys and values.
+
+    Attributes:
+        groups: rows of the batch, (n,) each, that have read equally many tokens, and their state.
+        length: tokens handed over so far, masked ones included.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.groups: list[tuple[Tensor, list[BlockState]]] = []
+        self.length = 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """``length``."""
+        return self.length
+
+    @property
+    def batch_size(self) -> int:
+        """How many sequences; −1 before the first token."""
+        return sum(len(rows) for rows, _ in self.groups) or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything was read."""
+        return bool(self.groups)
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: what was read cannot be taken back."""
+        return False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("a mosaic cannot take back what it has read: generate without an assistant")
+
+    def reset(self) -> None:
+        """Nothing read."""
+        self.groups, self.length = [], 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes a copy of row ``beam_idx[i]``."""
+        groups = []
+        for rows, state in self.groups:
+            found = beam_idx.to(rows.device)[:, None] == rows
+            target = found.any(1).nonzero()[:, 0]
+            if len(target):
+                groups.append((target, _select(state, found[target].long().argmax(1))))
+        self.groups = groups
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The same."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes so many."""
+        self.reorder_cache(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def split(self, counts: Tensor) -> None:
+        """Makes groups that read equally many tokens next, ``counts`` (B,) saying how many."""
+        groups = []
+        for rows, state in self.groups:
+            mine = counts[rows]
+            for count in mine.unique():
+                part = (mine == count).nonzero()[:, 0]
+                whole = len(part) == len(rows)
+                groups.append((rows[part], state if whole else _select(state, part)))
+        self.groups = groups
+
+
+def _select(state: list[BlockState], rows: Tensor) -> list[BlockState]:
+    return [(stored.select(rows), tuple(k[rows] for k in keys)) for stored, keys in state]
+
+
+class MosaicForCausalLM(PreTrainedModel, GenerationMixin):
+    """A Memory Mosaic that transformers can train, save, load and generate with.
+
+    It reads the tokens that ``attention_mask`` allows, in their order, as if the others were not there: no
+    padding on either side changes anything. ``generate`` goes on from a ``MosaicCache``, one step a token.
+    """
+
+    config: ParzenMosaicConfig
+    config_class = ParzenMosaicConfig
+    _no_split_modules = ["MosaicBlock"]  # noqa: RUF012
+    # Assisted generation would have to take tokens back.
+    _is_stateful = True
+
+    def __init__(self, config: ParzenMosaicConfig) -> None:
+        super().__init__(config)
+        if (name := config._attn_implementation or "").startswith(PREFIX):
+            raise ValueError(
+                f"a mosaic has its kernel in its config: leave out attn_implementation={name!r}, and set "
+                f"kernel={name.removeprefix(PREFIX)!r}"
+            )
+        self.mosaic = Mosaic(config.mosaic())
+        # Weights are drawn by now, unless this is a shell for a checkpoint.
+        self._drawn = not self.mosaic.embedding.weight.is_meta
+        self.post_init()
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Fills what a checkpoint left out, and buffers that are never in one, from a mosaic of its own."""
+        if self._drawn:
+            return
+        fresh = Mosaic(self.config.mosaic())
+        theirs = dict(chain(fresh.named_parameters(), fresh.named_buffers()))
+        for name, tensor in chain(self.mosaic.named_parameters(), self.mosaic.named_buffers()):
+            if not getattr(tensor, "_is_hf_initialized", False):
+                tensor.copy_(theirs[name])
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draws the rows that ``resize_token_embeddings`` adds."""
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=1 / math.sqrt(self.config.hidden_size))
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding, which is the head as well."""
+        return self.mosaic.embedding
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Puts another embedding in its place."""
+        self.mosaic.embedding = value  # type: ignore[assignment]
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: MosaicCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits (B, T, V); at a position that is masked, those after the token read last before it.
+
+        Args:
+            input_ids: (B, T).
+            attention_mask: (B, at least T), 0 for a token that is not to be read; the last T columns count.
+            cache: what was read before, updated in place.
+            labels: (B, T), the tokens themselves, −100 where they do not count; shifted here. The loss is the
+                mean over them, in nats.
+            use_cache: whether to return a cache; default that of the config, but never where gradients are
+                recorded.
+            logits_to_keep: so many last positions only, or their indices; 0: all.
+            return_dict: False gives a tuple.
+            **kwargs: of the loss. Positions are not needed.
+
+        Raises:
+            ValueError: a mask of another shape; something asked for that a mosaic does not have; a cache
+                where gradients are recorded.
+        """
+        for name in ("inputs_embeds", "output_attentions", "output_hidden_states"):
+            if kwargs.pop(name, None) not in (None, False):
+                raise ValueError(f"a mosaic has no {name} here: leave it out")
+        recording = torch.is_grad_enabled()
+        if recording and (use_cache or cache is not None):
+            raise ValueError("a cache passes no gradients: call within torch.no_grad(), or without a cache")
+        use_cache = (self.config.use_cache and not recording) if use_cache is None else use_cache
+        mask = None if attention_mask is None else _last(attention_mask, input_ids)
+        if cache is not None or use_cache:
+            cache = MosaicCache() if cache is None else cache
+            x = self._read_on(input_ids, mask, cache)
+        else:
+            x = self._read(input_ids, mask)
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.mosaic.head(x[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, cache=cache)
+        keyed = self.config.return_dict if return_dict is None else return_dict
+        return output if keyed else output.to_tuple()
+
+    def _read(self, tokens: Tensor, mask: Tensor | None) -> Tensor:
+        """What the head reads, (B, T, D), of whole sequences."""
+        if mask is not None:
+            # The tokens to read first; what comes after them cannot reach them.
+            tokens = tokens.gather(1, (~mask).long().argsort(dim=1, stable=True))
+        x = self.mosaic.embedding(tokens)
+        for block in self.mosaic.blocks:
+            x = block(x)
+        return x if mask is None else _in_place(x, mask)
+
+    def _read_on(self, tokens: Tensor, mask: Tensor | None, cache: MosaicCache) -> Tensor:
+        """The same of the next positions."""
+        batch, length = tokens.shape
+        if not cache.groups:
+            rows = torch.arange(batch, device=tokens.device)
+            cache.groups = [(rows, self.mosaic.initial_state(batch))]
+        elif cache.batch_size != batch:
+            raise ValueError(f"the cache has read {cache.batch_size} sequences, got {batch} to go on with")
+        mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+        cache.split(mask.sum(1))
+        x = self.mosaic.embedding.weight.new_zeros(batch, length, self.config.hidden_size)
+        for i, (rows, state) in enumerate(cache.groups):
+            mine = mask[rows]
+            if mine.any():
+                read, state = self.mosaic.extend(tokens[rows][mine].view(len(rows), -1), state)
+                x[rows] = _in_place(read, mine).to(x.dtype)
+                cache.groups[i] = rows, state
+        cache.length += length
+        return x
+
+
+def _last(mask: Tensor, tokens: Tensor) -> Tensor:
+    """The columns of the mask that belong to ``tokens``, as bool."""
+    batch, length = tokens.shape
+    if mask.ndim != 2 or mask.shape[0] != batch or mask.shape[1] < length:
+        raise ValueError(
+            f"attention_mask must be ({batch}, {length} or more) for a mosaic, got {tuple(mask.shape)}"
+        )
+    return mask[:, mask.shape[1] - length :].bool()
+
+
+def _in_place(x: Tensor, mask: Tensor) -> Tensor:
+    """(B, n, D) at tokens read → (B, T, D) at all positions, each with what was read last up to it."""
+    index = (mask.cumsum(1) - 1).clamp(min=0)
+    return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
+
+
+AutoConfig.register(ParzenMosaicConfig.model_type, ParzenMosaicConfig, exist_ok=True)
+AutoModelForCausalLM.register(ParzenMosaicConfig, MosaicForCausalLM, exist_ok=True)
