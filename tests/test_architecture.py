@@ -73,6 +73,13 @@ def test_the_library_needs_torch_and_numpy_only():
     assert out.stdout.strip() == "[]"
 
 
+def test_nothing_needs_the_integrations():
+    """The command line imports them when it is told to."""
+    for name, path in modules():
+        if not name.startswith("parzen.integrations"):
+            assert not [other for other in imported(path) if other.startswith("parzen.integrations")], name
+
+
 def test_no_backend_knows_a_kernel_by_name():
     names = {n for key, row in KERNELS.items() for n in (key, *row.aliases)}
     names -= {"uniform"}  # an everyday word

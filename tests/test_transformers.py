@@ -1,0 +1,464 @@
+"""Kernels as attention implementations of transformers, in its own models with random weights."""
+
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import Dataset
+from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
+
+import parzen
+from parzen.integrations.transformers import attention_function, register
+from parzen.kernels import KERNELS
+
+register()
+register("knn_gaussian?k=3", "parzen:relumax?margin=0.5")
+
+VOCAB = 40
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "max_position_embeddings": 64}
+WINDOW = 4
+BART = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+}
+
+# Class, config class and config of each architecture.
+DECODERS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**GROUPED, "head_dim": 16}),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {**GROUPED, "head_dim": 8, "sliding_window": WINDOW,
+         "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0,
+         "bos_token_id": 1, "eos_token_id": None},
+    ),
+}  # fmt: skip
+ENCODERS = {
+    "bert": ("BertForMaskedLM", "BertConfig", SIZES),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        {**SIZES, "local_attention": 2 * WINDOW, "cls_token_id": 1, "sep_token_id": 2,
+         "global_attn_every_n_layers": 2},
+    ),
+}  # fmt: skip
+OTHERS = {
+    "bart": ("BartForConditionalGeneration", "BartConfig", BART),
+    "vit": (
+        "ViTForImageClassification",
+        "ViTConfig",
+        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "image_size": 16, "patch_size": 4, "num_labels": 3},
+    ),
+}  # fmt: skip
+MODELS = DECODERS | ENCODERS | OTHERS
+CHOSEN = ["gaussian", "epanechnikov", "biweight", "relumax?margin=0.5", "knn_gaussian?k=3"]
+
+
+def make(name, implementation="parzen:biweight", **changes):
+    """The model with the same weights every time, larger than usual so that attention is far from uniform."""
+    model, config, fields = MODELS[name]
+    config = getattr(transformers, config)(**{**fields, **changes}, attn_implementation=implementation)
+    torch.manual_seed(0)
+    model = getattr(transformers, model)(config).eval()
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if p.ndim == 2 and "embed" not in key:
+                p.mul_(6)
+    assert model.config._attn_implementation == implementation
+    return model
+
+
+def inputs(name, length=9, batch=2):
+    generator = torch.Generator().manual_seed(1)
+    if name == "vit":
+        return {"pixel_values": torch.randn(batch, 3, 16, 16, generator=generator)}
+    tokens = torch.randint(3, VOCAB, (batch, length), generator=generator)
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if name == "bart":
+        given["decoder_input_ids"] = torch.randint(3, VOCAB, (batch, length - 2), generator=generator)
+    return given
+
+
+def witness(k):
+    """Attention as transformers' eager code does it, with the weight map of ``k`` in place of softmax."""
+
+    def attend(module, query, key, value, attention_mask, *, scaling, dropout=0.0, **kwargs):
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        weights = parzen.weights(scores, k)
+        return (weights @ value).transpose(1, 2), weights
+
+    return attend
+
+
+@pytest.fixture
+def witnessed():
+    """Registers witnesses with the masks of eager attention, and takes them away again."""
+    names = []
+
+    def add(k):
+        names.append(f"witness-{len(names)}")
+        AttentionInterface.register(names[-1], witness(k))
+        AttentionMaskInterface.register(names[-1], AttentionMaskInterface()["eager"])
+        return names[-1]
+
+    yield add
+    for name in names:
+        del AttentionInterface._global_mapping[name]
+        del AttentionMaskInterface._global_mapping[name]
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+def test_every_kernel_is_registered_by_its_name_and_aliases():
+    names = register()
+    assert set(names) == {f"parzen:{n}" for key, row in KERNELS.items() for n in (key, *row.aliases)}
+    for name in names:
+        assert name in AttentionInterface()
+        assert name in AttentionMaskInterface()
+    assert register("parzen:knn_gaussian?k=32", "exp?margin=2") == (
+        "parzen:knn_gaussian?k=32",
+        "parzen:exp?margin=2",
+    )
+
+
+def test_a_wrong_name_registers_nothing():
+    with pytest.raises(ValueError, match="unknown kernel 'nope'; known: gaussian"):
+        register("biweight?", "nope")
+    with pytest.raises(ValueError, match="k must be"):
+        register("triweight", "knn_gaussian?k=0")
+    assert "parzen:nope" not in AttentionInterface()
+    with pytest.raises(ValueError, match="not supported"):
+        make("llama", "parzen:nope")
+
+
+# ---- forward -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("theirs", ["sdpa", "eager"])
+def test_the_gaussian_is_what_transformers_computes(name, theirs):
+    model, given = make(name, "parzen:gaussian"), inputs(name)
+    with torch.no_grad():
+        ours = model(**given).logits
+        model.set_attn_implementation(theirs)
+        assert_close(ours, model(**given).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kernel", CHOSEN[1:])
+def test_other_kernels_replace_softmax_and_nothing_else(name, kernel, witnessed):
+    model, given = make(name, f"parzen:{kernel}"), inputs(name)
+    if "attention_mask" in given:
+        given["attention_mask"][0, :3] = 0
+    seen = given.get("decoder_attention_mask", given.get("attention_mask"))
+    with torch.no_grad():
+        ours = model(**given).logits
+        model.set_attn_implementation("sdpa")
+        softmax = model(**given).logits
+        model.set_attn_implementation(witnessed(kernel))
+        expected = model(**given).logits
+    if name == "bart" or seen is None:
+        seen = torch.ones(expected.shape[:-1])
+    seen = seen.bool()
+    assert_close(ours[seen], expected[seen], rtol=1e-4, atol=1e-4)
+    # Or the comparison would say nothing about the kernel.
+    assert (ours - softmax)[seen].abs().max() > 1e-2
+
+
+def test_every_kernel_of_the_table_runs_and_trains():
+    given = inputs("llama")
+    model = make("llama", "eager")
+    for name in KERNELS:
+        model.set_attn_implementation(f"parzen:{name}")
+        model.zero_grad()
+        loss = model(**given, labels=given["input_ids"]).loss
+        loss.backward()
+        assert torch.isfinite(loss)
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("changes", [{}, {"is_causal": False}])
+def test_gradients_are_those_of_the_witness(changes, witnessed):
+    given = inputs("llama")
+    grads = []
+    for implementation in ("parzen:biweight", witnessed("biweight")):
+        model = make("llama", implementation, **changes)
+        model(**given, labels=given["input_ids"]).loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+# ---- padding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
+def test_padding_changes_nothing(name, side):
+    model = make(name)
+    short = inputs(name, 6)["input_ids"]
+    pad = torch.zeros(2, 3, dtype=torch.long)
+    real = torch.ones_like(short)
+    order = 1 if side == "right" else -1
+    padded, mask = (torch.cat((a, b)[::order], 1) for a, b in ((short, pad), (real, pad)))
+    positions = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        expected = model(short).logits
+        got = model(padded, attention_mask=mask, **positions).logits
+    assert_close(got[mask.bool()], expected.flatten(0, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_padding_of_an_encoder_decoder_changes_nothing():
+    model, given = make("bart"), inputs("bart")
+    pad = torch.zeros(2, 3, dtype=torch.long)
+    with torch.no_grad():
+        expected = model(**given).logits
+        given["input_ids"] = torch.cat((given["input_ids"], pad + 5), 1)
+        given["attention_mask"] = torch.cat((given["attention_mask"], pad), 1)
+        assert_close(model(**given).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["biweight", "relumax", "knn_uniform", "normrelu", "gaussian"])
+def test_a_row_that_sees_nothing_is_zero(name):
+    query, key, value = (torch.randn(2, 4, 5, 8) for _ in range(3))
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    mask[0, :, 2] = False
+    out, _ = attention_function(parzen.kernel(name))(nn.Module(), query, key, value, mask)
+    assert (out[0, 2] == 0).all()
+    assert out.shape == (2, 5, 4, 8)
+    assert out.is_contiguous()
+
+
+# ---- generation ----------------------------------------------------------------------------------
+
+
+def written_anew(model, given, count):
+    """What greedy decoding writes without any cache."""
+    tokens, mask = given["input_ids"], given["attention_mask"]
+    for _ in range(count):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            logits = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), 1)
+        mask = torch.cat((mask, torch.ones_like(mask[:, :1])), 1)
+    return tokens
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generate_is_what_reading_everything_again_gives(name, padding, cache):
+    model, given = make(name), inputs(name)
+    given["attention_mask"][0, :padding] = 0
+    expected = written_anew(model, given, 6)
+    options = {"cache_implementation": cache, "disable_compile": True, "do_sample": False}
+    assert (model.generate(**given, max_new_tokens=6, **options) == expected).all()
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_static_cache_longer_than_what_fills_it(length):
+    """Prompt, one token, then several at once: the masks that transformers leaves out and those it makes."""
+    model = make("llama")
+    tokens = inputs("llama", 14)["input_ids"]
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).logits
+        for cache in (None, StaticCache(config=model.config, max_cache_len=32)):
+            parts = []
+            for part in tokens.split([length, 1, 4, 13 - 4 - length], 1):
+                out = model(part, cache=cache, use_cache=True)
+                cache = out.cache
+                parts.append(out.logits)
+            assert_close(torch.cat(parts, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_generate_with_an_encoder():
+    model, given = make("bart"), inputs("bart")
+    del given["decoder_input_ids"]
+    # Or it would write one word again and again.
+    options = {"max_new_tokens": 6, "do_sample": False, "no_repeat_ngram_size": 1}
+    expected = model.generate(**given, **options, use_cache=False)
+    assert len(expected.unique()) > 4
+    for cache in ("dynamic", "static"):
+        got = model.generate(**given, **options, cache_implementation=cache, disable_compile=True)
+        assert (got == expected).all()
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_come_where_eager_gives_them(name, witnessed):
+    model, given = make(name), inputs(name)
+    with torch.no_grad():
+        silent = model(**given)
+        ours = model(**given, output_attentions=True)
+        model.set_attn_implementation(witnessed("biweight"))
+        expected = model(**given, output_attentions=True)
+    # GPT-2 has an empty tuple of cross-attentions.
+    keys = [key for key in expected if "attentions" in key and expected[key]]
+    assert keys
+    for key in keys:
+        assert silent.get(key) is None
+        assert_close(ours[key], expected[key], rtol=1e-4, atol=1e-4)
+        # The last query sees every key.
+        assert any((w[..., -1, :] == 0).any() for w in ours[key])
+        assert_close(ours[key][0].sum(-1), torch.ones(ours[key][0].shape[:-1]))
+
+
+def test_weights_are_computed_when_asked_only(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("weights were computed")
+
+    monkeypatch.setattr("parzen.integrations.transformers.attention_weights", refuse)
+    model, given = make("gpt2"), inputs("gpt2")
+    model(**given)
+    with pytest.raises(AssertionError, match="were computed"):
+        model(**given, output_attentions=True)
+
+
+def test_generate_returns_weights():
+    model, given = make("llama"), inputs("llama")
+    out = model.generate(
+        **given, max_new_tokens=2, do_sample=False, output_attentions=True, return_dict_in_generate=True
+    )
+    assert [w[0].shape for w in out.attentions] == [(2, 4, 9, 9), (2, 4, 1, 10)]
+
+
+# ---- what cannot be honoured ---------------------------------------------------------------------
+
+
+def test_soft_caps_are_refused_and_can_be_unset():
+    config = transformers.Gemma2Config(**GROUPED, head_dim=8, attn_implementation="parzen:biweight")
+    model = transformers.Gemma2ForCausalLM(config)
+    tokens = inputs("llama")["input_ids"]
+    with pytest.raises(ValueError, match=r"Gemma2Attention passes softcap .*unset it in the config"):
+        model(tokens)
+    config.attn_logit_softcapping = None
+    assert torch.isfinite(transformers.Gemma2ForCausalLM(config)(tokens).logits).all()
+
+
+def test_position_biases_are_refused():
+    config = transformers.T5Config(
+        vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4,
+        attn_implementation="parzen:biweight",
+    )  # fmt: skip
+    model = transformers.T5EncoderModel(config)
+    with pytest.raises(ValueError, match=r"T5Attention passes position_bias .* cannot honour"):
+        model(inputs("llama")["input_ids"])
+
+
+@pytest.mark.parametrize("name", ["s_aux", "sinks", "indices", "block_table"])
+def test_other_arguments_are_refused_unless_they_are_none(name):
+    attend = attention_function(parzen.kernel("biweight"))
+    x = torch.randn(1, 2, 3, 4)
+    attend(nn.Module(), x, x, x, None, **{name: None})
+    with pytest.raises(ValueError, match=f"Module passes {name} .*parzen:biweight cannot honour"):
+        attend(nn.Module(), x, x, x, None, **{name: torch.ones(2)})
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+class Lines(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        tokens = torch.randint(3, VOCAB, (7,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trained(model, folder, **options):
+    """One step of ``Trainer``; the loss."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=1, per_device_train_batch_size=4, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True, logging_steps=1, learning_rate=1e-2, **options,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        # Of a CPU without an accelerator to pin memory for.
+        warnings.filterwarnings("ignore", message=".*pin_memory.*", category=UserWarning)
+        return transformers.Trainer(model, arguments, train_dataset=Lines()).train().training_loss
+
+
+def test_trainer_makes_a_step(tmp_path, witnessed):
+    model = make("llama")
+    before = [p.clone() for p in model.parameters()]
+    loss = trained(model, tmp_path)
+    assert any((a != b).any() for a, b in zip(before, model.parameters(), strict=True))
+    assert abs(loss - trained(make("llama", witnessed("biweight")), tmp_path)) < 1e-4
+
+
+def test_gradient_checkpointing_changes_nothing():
+    given = inputs("llama")
+    grads = []
+    for checkpointed in (False, True):
+        model = make("llama").train()
+        if checkpointed:
+            model.activation_checkpointing_enable()
+        model(**given, labels=given["input_ids"], use_cache=False).loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert_close(*grads)
+
+
+def test_dropout_acts_in_training_alone():
+    model, given = make("llama", attention_dropout=0.5), inputs("llama")
+    assert_close(model(**given).logits, model(**given).logits, rtol=0, atol=0)
+    model.train()
+    assert (model(**given).logits != model(**given).logits).any()
+
+
+def test_compiled_in_one_graph():
+    torch.compiler.reset()
+    model = make("llama")
+    tokens = inputs("llama")["input_ids"]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert_close(compiled(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits)
+        # A layer of it alone.
+        x, positions = torch.randn(1, 5, 32), torch.arange(5)[None]
+        layer, rotary = model.model.layers[0], model.model.rotary_emb(torch.randn(1, 5, 32), positions)
+        once = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        assert_close(once(x, position_embeddings=rotary), layer(x, position_embeddings=rotary))
+
+
+def test_saving_and_loading_with_a_kernel(tmp_path):
+    model, given = make("llama"), inputs("llama")
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="parzen:biweight")
+    assert_close(again(**given).logits, model(**given).logits)
