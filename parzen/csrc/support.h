@@ -468,9 +468,11 @@ Stats<T> finish(const Args& A, Row<T>& row, T sigma) {
   const Shape<K, T> shape(s, row.r, unit_mass);
   // Candidates are a superset of the support of powers and margins; the other lists are exact.
   const bool exact = K <= POWER_0 && A.rule != MARGIN;
-  V<T> total = {};
+  // In parts, so that the sum of many small weights loses no digits.
+  V<T> total = {}, part = {};
   int64_t kept = 0;
   for (int64_t l = 0; l < row.n; l += LANES<T>) {
+    if (l % (32 * LANES<T>) == 0) total += part, part = V<T>{};
     V<T> x = load(row.score + l), phi, slope;
     shape.raw(x, phi, slope);
     I<T> on = shape.on(x);
@@ -480,7 +482,7 @@ Stats<T> finish(const Args& A, Row<T>& row, T sigma) {
       on = on & first_lanes<T>(row.n - l);
     }
     phi = select<T>(on, phi, V<T>{});
-    total += phi;
+    part += phi;
     if (exact) {
       store(row.weight + l, phi);
     } else {
@@ -490,7 +492,7 @@ Stats<T> finish(const Args& A, Row<T>& row, T sigma) {
   }
   if (!exact) row.n = kept;
   if (row.n == 0) return nothing;
-  s.inverse = 1 / sum<T>(total);
+  s.inverse = 1 / sum<T>(total + part);
   return s;
 }
 
