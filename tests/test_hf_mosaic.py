@@ -72,14 +72,16 @@ def test_bad_configs_are_refused():
 
 
 @pytest.mark.parametrize("config", OPTIONS.values(), ids=OPTIONS)
-def test_saved_and_loaded_it_is_the_same_bit_for_bit(config, tmp_path):
+def test_saved_and_loaded_it_is_the_same_bit_for_bit(config, tmp_path, monkeypatch):
+    # What is left uninitialised is never right by luck.
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
     model = make(config)
     model.save_pretrained(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {
         "config.json", "generation_config.json", "model.safetensors",
     }  # fmt: skip
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    # Buffers, which no checkpoint holds, would be left uninitialised.
+    # No checkpoint holds the buffers.
     ours, theirs = ({**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (model, again))
     assert_close(ours, theirs, rtol=0, atol=0)
     tokens = prompt()["input_ids"]
