@@ -1,4 +1,6 @@
-"""Timings of attention against torch's dense SDPA and the entmax package, after a correctness gate.
+"""Timings of attention, and of decoding from a long store, against torch's dense SDPA, behind a gate.
+
+Nothing is timed before it was compared with float64.
 
 Every figure is a ratio of medians in one process, the contenders taking turns; absolute times are shown
 for the dense peer only. A table whose gate fails is not printed.
@@ -7,16 +9,17 @@ for the dense peer only. A table whose gate fails is not printed.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +27,13 @@ from torch import Tensor
 
 import parzen
 from parzen.backends import Call, cpu
-from parzen.kernels import lower
+from parzen.kernels import Nearest, lower
+from parzen.lab.tasks.tales import tales
+from parzen.memory import KeyValueMemory
+from parzen.models.mosaic import Mosaic, MosaicBlock, MosaicConfig
 from parzen.testing import witness
+
+Result = TypeVar("Result")
 
 KERNELS = ("epanechnikov", "biweight", "triweight", "relumax", "knn_gaussian")
 ENTMAX = {"epanechnikov": "sparsemax", "biweight": "entmax15"}
@@ -107,6 +115,17 @@ def _contenders(setting: Setting, kernels: Sequence[str]) -> dict[str, Callable[
     for kernel in kernels:
         out[kernel] = partial(parzen.attention, kernel=kernel, backend="cpu", **options)
     return out
+
+
+def take_turns(contenders: Mapping[str, Callable[[], Result]], repeats: int) -> dict[str, list[Result]]:
+    """What each contender gave, ``repeats`` times in turns, after one turn that does not count."""
+    found: dict[str, list[Result]] = {name: [] for name in contenders}
+    for f in contenders.values():
+        f()
+    for _ in range(repeats):
+        for name, f in contenders.items():
+            found[name].append(f())
+    return found
 
 
 def _clock(f: Callable[..., Tensor], qkv: Sequence[Tensor], seed: Tensor) -> tuple[float, float]:
@@ -195,17 +214,13 @@ def measure(setting: Setting, kernels: Sequence[str], entmax: bool = True) -> li
             import entmax as _  # noqa: F401
         except ImportError:
             entmax = False
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for f in contenders.values():
-        _clock(f, qkv, seed)
-    for _repeat in range(setting.repeats):
-        for name, f in contenders.items():
-            times[name].append(_clock(f, qkv, seed))
+    clocks = {name: partial(_clock, f, qkv, seed) for name, f in contenders.items()}
+    times = take_turns(clocks, setting.repeats)
     middle = {
         name: (statistics.median(t[0] for t in each), statistics.median(t[1] for t in each))
         for name, each in times.items()
     }
-    memory = {name: peak_memory(partial(_clock, f, qkv, seed)) for name, f in contenders.items()}
+    memory = {name: peak_memory(clock) for name, clock in clocks.items()}
     dense_f, dense_b = middle["sdpa"]
     lines = []
     for kernel in kernels:
@@ -249,6 +264,35 @@ def environment() -> dict[str, Any]:
     }
 
 
+def facts() -> str:
+    """The same in a line."""
+    return ", ".join(f"{key} {value}" for key, value in environment().items())
+
+
+def prepare(threads: int | None) -> None:
+    """Sets torch's threads, if given.
+
+    Raises:
+        ValueError: the CPU engine was not built, or more threads than processors.
+    """
+    if not cpu.info()["built"]:
+        raise ValueError("the CPU engine was not built: there is nothing to time")
+    cores = os.cpu_count() or 1
+    if threads and threads > cores:
+        raise ValueError(f"threads must be at most {cores}, the processors here, got {threads}")
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def save(folder: str | Path, name: str, text: str, lines: Sequence[Any]) -> None:
+    """Writes name.md and, with the environment, a line of JSON for each of ``lines`` to name.jsonl."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    records = [json.dumps({**environment(), **asdict(x)}, ensure_ascii=False) for x in lines]
+    (folder / f"{name}.jsonl").write_text("\n".join(records) + "\n", encoding="utf-8")
+
+
 def longest(length: int = 131072, kernel: str = "epanechnikov") -> str:
     """Forward and backward of one long causal head: seconds and added memory, in a sentence."""
     setting = Setting(1, 1, length)
@@ -284,16 +328,10 @@ def bench_attention(
         AssertionError: a kernel disagrees with float64.
         ValueError: the CPU engine was not built, another length, or more threads than processors.
     """
-    if not cpu.info()["built"]:
-        raise ValueError("the CPU engine was not built: there is nothing to time")
+    prepare(threads)
     known = sorted({setting.length for setting in STANDARD})
     if lengths is not None and not set(lengths) <= set(known):
         raise ValueError(f"lengths must be among {', '.join(map(str, known))}, got {lengths}")
-    cores = os.cpu_count() or 1
-    if threads and threads > cores:
-        raise ValueError(f"threads must be at most {cores}, the processors here, got {threads}")
-    if threads:
-        torch.set_num_threads(threads)
     lines: list[Line] = []
     chosen_settings = [s for s in STANDARD if lengths is None or s.length in lengths]
     for setting in (*chosen_settings, *(DENSITIES if lengths is None else ())):
@@ -301,16 +339,265 @@ def bench_attention(
         fresh = measure(setting, chosen)
         lines += fresh
         show(table(fresh))
-    facts = ", ".join(f"{key} {value}" for key, value in environment().items())
-    text = f"{table(lines)}\n\n{facts}\n"
+    text = f"{table(lines)}\n\n{facts()}\n"
     if long:
         sentence = longest()
         show(sentence)
         text += f"\n{sentence}\n"
     if out is not None:
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "attention.md").write_text(text, encoding="utf-8")
-        records = [json.dumps({**environment(), **asdict(x)}, ensure_ascii=False) for x in lines]
-        (folder / "attention.jsonl").write_text("\n".join(records) + "\n", encoding="utf-8")
+        save(out, "attention", text, lines)
+    return lines
+
+
+# ---- decoding ------------------------------------------------------------------------------------
+
+DECODE_KERNELS = ("epanechnikov", "biweight", "relumax", "knn_gaussian")
+DECODE_LENGTHS = (4096, 16384, 65536, 131072, 1048576)
+DECODE_DTYPES = (torch.float32, torch.bfloat16)
+HEADS, SIZE, TURNS = 8, 64, 7
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one kernel did, decoding one token: 8 heads of 64. Seconds, and ratios to SDPA.
+
+    Attributes:
+        keys: stored, of each head.
+        inputs: how keys are distributed.
+        memory_ratio: bytes of the store to those of plain keys and values.
+        scored: share of the keys that were read; the others were left out by their bounds.
+        support: keys with weight.
+    """
+
+    keys: int
+    dtype: str
+    inputs: str
+    kernel: str
+    seconds: float
+    sdpa_seconds: float
+    ratio: float
+    memory_ratio: float
+    scored: float
+    support: float
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Keys, values and a few queries, one for each turn, (1, H, n, E), and the scale."""
+
+    keys: Tensor
+    values: Tensor
+    queries: Tensor
+    scale: float | Tensor = SIZE**-0.5
+
+
+def _normal(n: int) -> Stored:
+    g = torch.Generator().manual_seed(0)
+    return Stored(*(torch.randn(1, HEADS, m, SIZE, generator=g) for m in (n, n, TURNS + 1)))
+
+
+def _clustered(n: int) -> Stored:
+    """256 clusters in random order; queries lie in clusters too."""
+    plain, g = _normal(n), torch.Generator().manual_seed(1)
+    centres = torch.randn(1, HEADS, 256, SIZE, generator=g)
+
+    def near(x: Tensor) -> Tensor:
+        return centres[:, :, torch.randint(256, (x.shape[2],), generator=g)].add_(x, alpha=0.3)
+
+    return Stored(near(plain.keys), plain.values, near(plain.queries))
+
+
+def _outliers(n: int) -> Stored:
+    """One coordinate with a large mean, one with a large spread, as in the keys of language models."""
+    plain = _normal(n)
+    plain.keys[..., 5] += 20
+    plain.keys[..., 11] *= 20
+    return plain
+
+
+@cache
+def _trained() -> Mosaic:
+    """A mosaic of one layer after a few seconds on the built-in stories, as bytes."""
+    torch.manual_seed(0)
+    width = HEADS * SIZE
+    model = Mosaic(MosaicConfig(256, 1, HEADS, width, slots=64, kernel="biweight", dropout=0))
+    text = _bytes(4 * 80 * 129).view(80, 4, 129)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for x in text:
+        loss = F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return model.eval()
+
+
+def _bytes(n: int) -> Tensor:
+    """The first n bytes of the built-in stories, as tokens."""
+    text = bytearray()
+    for story in tales(0):
+        text += story.encode() + b"\n"
+        if len(text) >= n:
+            break
+    return torch.frombuffer(text[:n], dtype=torch.uint8).long()
+
+
+def _mosaic(n: int) -> Stored:
+    """What the contextual memory of a trained mosaic stores of a long text, and asks after it."""
+    model = _trained()
+    (block,) = model.blocks
+    assert isinstance(block, MosaicBlock)
+    mixer, queries = block.mixer, TURNS + 1
+    with torch.no_grad():
+        state, last = mixer.keys.initial_state(1), mixer.values.initial_state(1)
+        keys, values = [], []
+        for tokens in _bytes(n + queries).split(4096):
+            x = block.mixer_norm(model.embedding(tokens[None]))
+            k, state = mixer.keys.extend(x, state)
+            # A value has seen the next position: there is one fewer.
+            v, last = mixer.values.extend(x, last)
+            keys.append(k)
+            values.append(v)
+        scale = mixer.bandwidth(x[:, -1:], torch.tensor([n]))
+    k, v = torch.cat(keys, 2), torch.cat(values, 2)
+    return Stored(k[:, :, :n].contiguous(), v[:, :, :n].contiguous(), k[:, :, n:].contiguous(), scale)
+
+
+INPUTS: dict[str, Callable[[int], Stored]] = {
+    "N(0,1)": _normal,
+    "clustered": _clustered,
+    "outlier coordinates": _outliers,
+    "trained mosaic": _mosaic,
+}
+
+
+def decode_gate(memory: KeyValueMemory, stored: Stored, what: str) -> None:
+    """Raises AssertionError unless one step agrees with the dense definition in float64, head by head."""
+    query = stored.queries[:, :, -1:]
+    got = memory.attend(query.float())
+    scales = torch.as_tensor(stored.scale, dtype=torch.float64).expand(1, HEADS, 1)
+    for h in range(HEADS):
+        q, k, v = (x[:, h : h + 1].double() for x in (query, stored.keys, stored.values))
+        scale = scales[:, h : h + 1]
+        rule = memory.kernel.rule
+        if isinstance(rule, Nearest) and rule.k < len(memory):
+            # Float32 at the k-th neighbour is float64 at the k-th neighbour only where the next is apart. In
+            # repetitive text it may be nowhere.
+            best = (q @ k.mT).flatten().topk(rule.k + 1).values
+            if best[-2] - best[-1] < 1e-5 * best.abs().max():
+                continue
+        expected = parzen.attention(q, k, v, kernel=memory.kernel, scale=scale, backend="reference")
+        error = float((got[:, h : h + 1] - expected).abs().max() / expected.abs().max().clamp_min(1))
+        if not error < 2e-5:
+            raise AssertionError(f"{what}: off by {error:.1e} in head {h}; nothing is timed")
+
+
+def _seconds(f: Callable[[Tensor], Tensor], queries: Sequence[Tensor]) -> Callable[[], float]:
+    """A clock of ``f`` for one query after the other."""
+    turn = itertools.cycle(queries)
+
+    def once() -> float:
+        q = next(turn)
+        start = time.perf_counter()
+        f(q)
+        return time.perf_counter() - start
+
+    return once
+
+
+def measure_decode(n: int, dtype: torch.dtype, inputs: str, kernels: Sequence[str]) -> list[Step]:
+    """The lines of one store."""
+    made = INPUTS[inputs](n)
+    k, v, q = (x.to(dtype) for x in (made.keys, made.values, made.queries))
+    stored = Stored(k, v, q, made.scale)
+    plain = stored.keys.nbytes + stored.values.nbytes
+    first = KeyValueMemory(kernels[0], HEADS, SIZE, scale=stored.scale, dtype=dtype)
+    first.append(stored.keys, stored.values)
+    # The same pairs for every kernel: copies share full chunks.
+    memories = {name: first.copy() for name in kernels}
+    for name, memory in memories.items():
+        memory.kernel = parzen.kernel(name)
+        decode_gate(memory, stored, f"{name}, {n} keys, {inputs}, {dtype}")
+    scale = stored.scale
+
+    def dense(q: Tensor) -> Tensor:
+        if isinstance(scale, Tensor):
+            q = (q * scale.unsqueeze(-1)).to(dtype)
+        factor = 1.0 if isinstance(scale, Tensor) else scale
+        return F.scaled_dot_product_attention(q, stored.keys, stored.values, scale=factor)
+
+    queries = list(stored.queries.split(1, 2))
+    clocks = {"sdpa": _seconds(dense, queries)}
+    clocks |= {name: _seconds(memory.attend, queries) for name, memory in memories.items()}
+    with torch.no_grad():
+        times = {name: statistics.median(each) for name, each in take_turns(clocks, TURNS).items()}
+    lines = []
+    for name, memory in memories.items():
+        reads = [memory.reads(q) for q in queries]
+        scored, support = (
+            float(torch.cat(x).double().mean())
+            for x in ([r.scored for r in reads], [r.support for r in reads])
+        )
+        lines.append(
+            Step(
+                n, str(dtype).removeprefix("torch."), inputs, name, times[name], times["sdpa"],
+                times[name] / times["sdpa"], memory.nbytes / plain, scored / n, support,
+            )
+        )  # fmt: skip
+    return lines
+
+
+def decode_table(lines: Sequence[Step]) -> str:
+    """The lines as a Markdown table."""
+    head = (
+        "| keys | stored as | inputs | kernel | ms (SDPA) | time / SDPA | bytes / plain | keys read | "
+        "keys a query |\n|--:|---|---|---|--:|--:|--:|--:|--:|"
+    )
+    rows = [
+        f"| {x.keys} | {x.dtype} | {x.inputs} | {x.kernel} "
+        f"| {1e3 * x.seconds:.2f} ({1e3 * x.sdpa_seconds:.2f}) | "
+        f"{x.ratio:.2f} | {x.memory_ratio:.2f} | {100 * x.scored:.2f} % | {x.support:.1f} |"
+        for x in lines
+    ]
+    return "\n".join([head, *rows])
+
+
+def bench_decode(
+    *,
+    lengths: Sequence[int] | None = None,
+    kernels: Sequence[str] | None = None,
+    threads: int | None = None,
+    out: str | Path | None = None,
+    show: Callable[[str], object] = print,
+) -> list[Step]:
+    """One query for each of 8 heads of 64 to a ``KeyValueMemory``, against SDPA over the same pairs.
+
+    Args:
+        lengths: how many keys are stored; default 4096 to 1048576, the last with N(0,1) inputs in float32.
+        kernels: names; default epanechnikov, biweight, relumax and knn_gaussian.
+        threads: of torch; default as it is set.
+        out: a folder for ``decode.md`` and ``decode.jsonl``; None saves nothing.
+        show: receives the text.
+
+    Raises:
+        AssertionError: a kernel disagrees with float64.
+        ValueError: the CPU engine was not built, a length below 1, or more threads than processors.
+    """
+    prepare(threads)
+    if lengths is not None and min(lengths) < 1:
+        raise ValueError(f"lengths must be at least 1, got {list(lengths)}")
+    lines: list[Step] = []
+    for n in lengths or DECODE_LENGTHS:
+        for dtype in DECODE_DTYPES:
+            for inputs in INPUTS:
+                if (
+                    lengths is None
+                    and n == DECODE_LENGTHS[-1]
+                    and (dtype, inputs) != (torch.float32, "N(0,1)")
+                ):
+                    continue
+                fresh = measure_decode(n, dtype, inputs, kernels or DECODE_KERNELS)
+                lines += fresh
+                show(decode_table(fresh))
+    if out is not None:
+        save(out, "decode", f"{decode_table(lines)}\n\n{facts()}\n", lines)
     return lines

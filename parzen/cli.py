@@ -423,26 +423,27 @@ def _data(arguments: argparse.Namespace) -> int:
 
 
 def _add_bench(commands: Commands[Parser]) -> None:
-    command = _command(
-        commands, "bench", _bench, "time attention against dense softmax and the entmax package"
-    )
-    command.add_argument("what", choices=("attention",), help="what is timed")
+    command = _command(commands, "bench", _bench, "time attention and decoding against dense softmax")
+    command.add_argument("what", choices=("attention", "decode"), help="what is timed")
     command.add_argument("--kernels", type=_kernel_names, metavar="A,B", help="default: those of each group")
     command.add_argument(
-        "--lengths", type=_lengths, metavar="N,M", help="default: all standard lengths and densities"
+        "--lengths", type=_lengths, metavar="N,M", help="default: all standard lengths, and densities"
     )
     command.add_argument("--threads", type=_whole(1), help="default: all cores")
-    command.add_argument("--long", action="store_true", help="also one head of 131072 keys")
-    command.add_argument(
-        "--out", type=_path, metavar="DIR", help="save attention.md and attention.jsonl there"
-    )
+    command.add_argument("--long", action="store_true", help="attention: also one head of 131072 keys")
+    command.add_argument("--out", type=_path, metavar="DIR", help="save WHAT.md and WHAT.jsonl there")
 
 
 def _bench(arguments: argparse.Namespace) -> int:
     bench = import_module("parzen.bench")
-    options = {k: v for k, v in vars(arguments).items() if k not in ("run", "what")}
+    options = {k: v for k, v in vars(arguments).items() if k not in ("run", "what", "long")}
+    if arguments.long and arguments.what != "attention":
+        raise UserError("--long goes with attention only; for decode see --lengths")
     try:
-        bench.bench_attention(**options)
+        if arguments.what == "attention":
+            bench.bench_attention(**options, long=arguments.long)
+        else:
+            bench.bench_decode(**options)
     except ValueError as error:
         raise UserError(str(error)) from error
     return 0

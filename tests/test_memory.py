@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import parzen
+from parzen import bench
 from parzen.backends import cpu, recall
 from parzen.kernels import Kernel, Power, UnitMass, WithinMargin
 from parzen.memory import DTYPES, KeyValueMemory
@@ -581,3 +582,16 @@ def test_autocast_leaves_the_store_alone():
     plain = memory.attend(queries())
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(memory.attend(queries()), plain)
+
+
+@needs_engine
+def test_the_benchmark_times_nothing_that_is_off(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench, "INPUTS", {"clustered": bench.INPUTS["clustered"]})
+    lines = bench.bench_decode(lengths=[1100], kernels=COMPACT, out=tmp_path, show=lambda text: None)
+    assert [x.kernel for x in lines] == 2 * COMPACT
+    assert all(x.ratio > 0 and 1 < x.memory_ratio < 1.35 for x in lines)
+    assert len((tmp_path / "decode.jsonl").read_text().splitlines()) == len(lines)
+    attend = KeyValueMemory.attend
+    monkeypatch.setattr(KeyValueMemory, "attend", lambda self, q: 1.01 * attend(self, q))
+    with pytest.raises(AssertionError, match="nothing is timed"):
+        bench.bench_decode(lengths=[1100], show=lambda text: None)
