@@ -427,6 +427,35 @@ def test_codes_do_not_depend_on_threads_or_pieces():
         assert torch.equal(getattr(found[0], name), getattr(found[1], name))
 
 
+@needs_engine
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["normal", "clustered", "outliers", "smooth"])
+def test_codes_bound_what_they_lose(isa: str, kind: str, dtype: torch.dtype):
+    k = pairs(1024, kind)[0] + 1e-3 * torch.randn(2, 2, 1024, E)
+    k[0, 0, 100] *= 1e4
+    k[0, 0, 200, 1] = torch.inf
+    k[0, 1, 300] = 0
+    k = k.to(dtype).contiguous()
+    made = recall.code(k)
+    assert made is not None
+    centre, spread, radius = made.frame.double().split([E, E, 1], -1)
+    codes = made.codes.double() - 128  # (B, H, block, E/4, key, 4)
+    codes = codes.permute(0, 1, 2, 4, 3, 5).reshape(2, 2, 1024, E)
+    step, error = (made.bounds[..., i, :].reshape(2, 2, 1024, 1).double() for i in (0, 1))
+    x = (k.double() - centre[:, :, None]) / spread[:, :, None]
+    lost = (x - step * codes).norm(dim=-1, keepdim=True)
+    bad = torch.zeros_like(lost, dtype=torch.bool)
+    bad[0, 0, 200] = True
+    assert (error[bad] == torch.inf).all()
+    assert (step[bad] == 0).all()
+    assert (lost <= error)[~bad].all()
+    assert (error <= 1.001 * lost + 1e-6 * x.norm(dim=-1, keepdim=True))[~bad].all()
+    assert (radius[..., None, :] >= x.norm(dim=-1, keepdim=True))[~bad].all()
+    assert radius[0, 0] == torch.inf
+    # A step for each key: the loss is relative to its own size.
+    assert (lost[1] <= 0.02 * x[1].norm(dim=-1, keepdim=True)).all()
+
+
 @pytest.mark.parametrize("kernel", SOME)
 def test_without_the_engine(kernel: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(recall, "why_not", lambda keys: "not built")
