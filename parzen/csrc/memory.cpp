@@ -474,6 +474,7 @@ bool merge(const Pass<T>& P, int64_t number) {
   query.lower = row.lower;
   if (m > -INFINITY) reached<K>(A, row, m);
   for (int64_t run = 0; run < P.runs; run++) {
+    if (!found[run].n) continue;
     memcpy(row.lower + row.n, found[run].lower, found[run].n * 4);
     memcpy(row.upper + row.n, found[run].upper(), found[run].n * 4);
     memcpy(row.index + row.n, found[run].index(), found[run].n * 4);

@@ -1,5 +1,6 @@
 // The engine without Python: every kernel and rule against a dense double-precision definition, and the
-// same bits from one thread and from four. For other processors (under qemu) and for ThreadSanitizer.
+// same bits from one thread and from four; and the same output from a store in chunks. For other processors
+// (under qemu) and for ThreadSanitizer.
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -11,12 +12,15 @@
 #include <vector>
 
 #include "engine.h"
+#include "memory.h"
 
 using namespace parzen;
 extern "C" {
 const char* parzen_isa(int64_t);
 int32_t parzen_forward(int64_t, const Args*);
 int32_t parzen_backward(int64_t, const Args*);
+int32_t parzen_recall(int64_t, const Recall*);
+int32_t parzen_code(int64_t, const Recall*);
 }
 
 static int32_t threads_for(int64_t begin, int64_t end, int64_t, Body body, void* context) {
@@ -121,6 +125,34 @@ struct Run {
     }
   }
 
+  // The outputs once more, from chunks of 64 keys with their codes, but for the last one.
+  Array<X> recalled(const Case& c, int64_t isa, int64_t threads) {
+    constexpr int64_t CHUNK = 64, CHUNKS = (S + CHUNK - 1) / CHUNK;
+    Array<X> out(o.size());
+    Array<Array<uint8_t>> codes(CHUNKS, Array<uint8_t>(Hk * CHUNK * E));
+    Array<Array<float>> bounds(CHUNKS, Array<float>(Hk * CHUNK * 2)), frame(CHUNKS, Array<float>(Hk * (2 * E + 1)));
+    Array<Chunk> chunks(CHUNKS);
+    Recall A;
+    memset(&A, 0, sizeof A);
+    A.B = B, A.H = H, A.Hk = Hk, A.T = T, A.S = S, A.E = E, A.D = D, A.stored = sizeof(X) == 8 ? DOUBLE : FLOAT;
+    A.profile = c.profile, A.rule = c.rule, A.nearest = c.k, A.diagonal = S - T, A.left = -1, A.right = 0;
+    A.threads = threads, A.scale = c.scale, A.level = c.level, A.r = c.r, A.parallel_for = threads_for;
+    A.chunk = CHUNK, A.q = view(q, H, T, E), A.o = view(out, H, T, D);
+    int32_t failed = 0;
+    for (int64_t n = 0; n < CHUNKS; n++) {
+      chunks[n] = {k.data() + n * CHUNK * E, v.data() + n * CHUNK * D, S * E, S * D, codes[n].data(), bounds[n].data(), frame[n].data()};
+      A.chunks = &chunks[n];
+      if ((n + 1) * CHUNK <= S) failed |= parzen_code(isa, &A);
+      else chunks[n].codes = nullptr;
+    }
+    A.chunks = chunks.data();
+    if (failed || parzen_recall(isa, &A)) {
+      printf("out of memory\n");
+      exit(1);
+    }
+    return out;
+  }
+
   // The largest error of o, dq, dk, dv against the definition.
   double error(const Case& c) const {
     Array<double> eo(o.size()), eq(q.size()), ek(k.size()), ev(v.size()), s(S), w, a, dw(S);
@@ -175,12 +207,22 @@ static int check(const Case& c, int64_t isa, double allowed) {
   one.call(c, isa, 1);
   four.call(c, isa, 4);
   const bool same = one.o == four.o && one.dq == four.dq && one.dk == four.dk && one.dv == four.dv;
+  const Array<X> store = one.recalled(c, isa, 1);
+  const bool same_store = store == four.recalled(c, isa, 4);
+  double apart = 0;
+  for (size_t l = 0; l < store.size(); l++) {
+    const double e = fabs(store[l] - one.o[l]);
+    apart = e <= apart ? apart : e;  // NaN stays
+  }
+  if (!same_store || !(apart <= allowed))
+    printf("%s, %s, %s: a store is off by %.1e (allowed %.0e), %s bits from 4 threads\n", parzen_isa(isa), c.name,
+           sizeof(X) == 8 ? "double" : "float", apart, allowed, same_store ? "equal" : "other");
   const double error = one.error(c);
   const bool good = same && error <= allowed;
   if (!good)
     printf("%s, %s, %s: error %.1e (allowed %.0e), %s bits from 4 threads\n", parzen_isa(isa), c.name,
            sizeof(X) == 8 ? "double" : "float", error, allowed, same ? "equal" : "other");
-  return !good;
+  return !good || !same_store || !(apart <= allowed);
 }
 
 int main() {
