@@ -186,6 +186,16 @@ def test_different_token_counts_are_said_and_never_averaged(tmp_path):
     assert "1 layer: not all rows are trained on the same number of tokens." in notes(groups)
 
 
+def test_seeds_whose_batches_hold_some_tokens_more_are_one_group(tmp_path):
+    add_run(tmp_path, seed=0)
+    longer = add_run(tmp_path, seed=1)
+    file = longer.folder / "metrics.jsonl"
+    file.write_text(file.read_text().replace("12000", "12030"))
+    (one,) = group(find_runs([tmp_path]))
+    assert [run.seed for run in one.runs] == [0, 1]
+    assert one.name == "gaussian"
+
+
 def test_the_table_in_three_forms(folder):
     groups = group(find_runs([folder]))
     lines = markdown(groups).splitlines()

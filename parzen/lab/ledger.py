@@ -25,7 +25,7 @@ from parzen.attention import attention_weights
 from parzen.lab import console, statistics
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
-from parzen.lab.report import NONE, flat, setting_of
+from parzen.lab.report import NONE, about, flat, setting_of
 from parzen.lab.runs import read_json
 from parzen.lab.statistics import Estimate
 
@@ -85,7 +85,7 @@ class Results:
             values = {run["seed"]: measure.of(run) for run in group["runs"]}
             known = {seed: value for seed, value in values.items() if value is not None}
             if known:
-                key = json.dumps([setting_of(group["config"]), group["tokens"]])
+                key = json.dumps([setting_of(group["config"]), about(group["tokens"])])
                 found.setdefault(key, {}).setdefault(group["name"], {}).update(known)
         return sorted(found.values(), key=lambda names: (-len(names), -sum(map(len, names.values()))))
 

@@ -123,6 +123,11 @@ def _count(number: int | None) -> str:
     return NONE if number is None else f"{number:,}"
 
 
+def about(tokens: int | None) -> float | None:
+    """Two digits: batches of whole instances hold some tokens more with one seed than with another."""
+    return None if tokens is None else float(f"{tokens:.2g}")
+
+
 # What the name of a group says, so that groups that differ in it can be compared.
 NAMED = ("model.kernel", "model.mixer", "model.bandwidth")
 
@@ -141,7 +146,7 @@ def _varying(maps: Sequence[Mapping[str, Any]]) -> list[str]:
 def group(runs: Sequence[Run]) -> list[Group]:
     """The groups of ``runs``, setting by setting, the lowest loss first and unfinished ones last.
 
-    Runs that were finished after different numbers of tokens are different groups.
+    Runs that were finished after different numbers of tokens, to two digits, are different groups.
 
     Raises:
         UserError: a folder holds something else than a run writes.
@@ -154,8 +159,8 @@ def group(runs: Sequence[Run]) -> list[Group]:
         names[json.dumps(config)] = run.config.name
         tokens = record.curve[-1][0] if record.curve else None
         # How far an unfinished run has come may differ from seed to seed.
-        key = (config, run.finished, tokens if run.finished else None)
-        records = found.setdefault(json.dumps(key), (*key, []))[-1]
+        key = (config, run.finished, about(tokens) if run.finished else None)
+        records = found.setdefault(json.dumps(key), (config, run.finished, tokens, []))[-1]
         # The same folder may be named twice.
         if all(record.seed != other.seed for other in records):
             records.append(record)
@@ -166,7 +171,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
         layers = config["model"]["layers"]
         title = [f"{layers} layer{'s' if layers > 1 else ''}"]
         title += [f"{key.partition('.')[2]} = {setting[key]}" for key in differ if key in setting]
-        others = {other[2] for other in found.values() if finished and other[1] and other[0] == config}
+        others = {about(other[2]) for other in found.values() if finished and other[1] and other[0] == config}
         name = names[json.dumps(config)] + (f" ({_count(tokens)} tokens)" if len(others) > 1 else "")
         ordered = tuple(sorted(records, key=lambda record: record.seed))
         groups.append(Group(name, ", ".join(title), layers, config, finished, tokens, ordered))
@@ -200,7 +205,7 @@ def _columns(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
 
 def against(one: Group, groups: Sequence[Group], other: str = "gaussian") -> statistics.Estimate | None:
     """The loss of ``one`` minus that of ``other`` in its setting, seed by seed; None if there is no such."""
-    peers = [g for g in groups if g.finished and (g.setting, g.tokens) == (one.setting, one.tokens)]
+    peers = [g for g in groups if g.finished and (g.setting, about(g.tokens)) == (one.setting, about(one.tokens))]
     scores = {g.name: {run.seed: value for run in g.runs for value in run.numbers("loss")} for g in peers}
     if one.name == other or not scores.get(one.name, {}).keys() & scores.get(other, {}).keys():
         return None
@@ -276,7 +281,7 @@ def notes(groups: Sequence[Group]) -> list[str]:
     if unfinished := sum(len(one.runs) for one in groups if not one.finished):
         said.append(f"{unfinished} run{'s are' if unfinished > 1 else ' is'} unfinished (dashed curves).")
     for setting in dict.fromkeys(one.setting for one in done):
-        tokens = {one.tokens for one in done if one.setting == setting}
+        tokens = {about(one.tokens) for one in done if one.setting == setting}
         if len(tokens) > 1:
             said.append(f"{setting}: not all rows are trained on the same number of tokens.")
     return said
