@@ -17,6 +17,7 @@ LAYERS = [
     {"parzen.kernels"},
     {"parzen.backends"},
     {"parzen.attention"},
+    {"parzen.convert"},
     {"parzen.nn", "parzen.memory", "parzen.testing"},
     {"parzen.models"},
     {"parzen.integrations", "parzen.lab", "parzen.bench"},

@@ -34,6 +34,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.output_capturing import _active_collector
 
 from parzen.attention import attention, attention_weights
+from parzen.convert import CHILD, Attention
 from parzen.kernels import KERNELS, Kernel, kernel
 from parzen.models.mosaic import BlockState, Mosaic, MosaicConfig
 
@@ -87,6 +88,7 @@ def attention_function(k: Kernel) -> Attend:
     a causal module's queries, if there is more than one, see the keys j ≤ i (upper-left alignment: the cache
     was empty, and its unused end is not seen); a single query sees every key. ``scaling`` is 1/h², default
     1/√E. The weights are those before dropout, and come only if they were asked for.
+    In a model that ``parzen.nn.convert`` went through, each layer has the kernel and scale that it was given.
 
     Raises:
         ValueError: an argument of ``REFUSED`` is not None.
@@ -113,16 +115,16 @@ def attention_function(k: Kernel) -> Attend:
                 )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(causal) and attention_mask is None and query.shape[2] > 1
-        options: dict[str, Any] = {
-            "attn_mask": attention_mask,
-            "is_causal": causal,
-            "scale": scaling,
-            "enable_gqa": True,
-            "kernel": k,
-        }
-        output = attention(query, key, value, dropout_p=dropout, **options)
+        how: dict[str, Any] = {"attn_mask": attention_mask, "is_causal": causal, "enable_gqa": True}
+        options: dict[str, Any] = {"kernel": k, "scale": scaling}
+        converted = getattr(module, CHILD, None)
+        if isinstance(converted, Attention):
+            output = converted(query, key, value, dropout_p=dropout, scale=scaling, **how)
+            options = converted.options(query, scaling)
+        else:
+            output = attention(query, key, value, dropout_p=dropout, **how, **options)
         wanted = _wanted(kwargs)
-        weights = attention_weights(query, key, **options).weights if wanted else None
+        weights = attention_weights(query, key, **how, **options).weights if wanted else None
         return output.transpose(1, 2).contiguous(), weights
 
     return attend

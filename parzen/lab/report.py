@@ -205,7 +205,8 @@ def _columns(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
 
 def against(one: Group, groups: Sequence[Group], other: str = "gaussian") -> statistics.Estimate | None:
     """The loss of ``one`` minus that of ``other`` in its setting, seed by seed; None if there is no such."""
-    peers = [g for g in groups if g.finished and (g.setting, about(g.tokens)) == (one.setting, about(one.tokens))]
+    alike = one.setting, about(one.tokens)
+    peers = [g for g in groups if g.finished and (g.setting, about(g.tokens)) == alike]
     scores = {g.name: {run.seed: value for run in g.runs for value in run.numbers("loss")} for g in peers}
     if one.name == other or not scores.get(one.name, {}).keys() & scores.get(other, {}).keys():
         return None
