@@ -34,6 +34,9 @@ from parzen.attention import (
     fits,
 )
 from parzen.backends import BACKENDS
+from parzen.convert import anneal as anneal
+from parzen.convert import convert as convert
+from parzen.convert import match as match
 from parzen.kernels import Kernel, Number, Power, UnitMass, WithinMargin, spell
 
 Device = torch.device | str | None

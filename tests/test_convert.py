@@ -11,8 +11,9 @@ from torch import nn
 from torch.testing import assert_close
 
 import parzen
-from parzen.convert import Attention, anneal, convert, layers, match
+from parzen.convert import Attention, layers
 from parzen.kernels import kernel
+from parzen.nn import anneal, convert, match
 
 D, HEADS, T = 16, 4, 7
 
