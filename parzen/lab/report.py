@@ -143,8 +143,26 @@ def _varying(maps: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if len({json.dumps(one.get(key, "")) for one in maps}) > 1]
 
 
+def _kind(setting: Mapping[str, Any]) -> Any:
+    return setting.get("model.kind")
+
+
+def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[Any, list[str]]:
+    """By kind of model what tells its settings from one another: kinds differ by what they are called."""
+    outside = [{k: v for k, v in one.items() if not k.startswith("model.")} for one in settings]
+    shared = _varying(outside)
+    return {
+        kind: [
+            *(key for key in _varying(alike) if key.startswith("model.") and key != "model.layers"),
+            *shared,
+        ]
+        for kind in {_kind(one) for one in settings}
+        for alike in [[one for one in settings if _kind(one) == kind]]
+    }
+
+
 def group(runs: Sequence[Run]) -> list[Group]:
-    """The groups of ``runs``, setting by setting, the lowest loss first and unfinished ones last.
+    """The groups of ``runs``, setting by setting, the lowest TVD or loss first and unfinished ones last.
 
     Runs that were finished after different numbers of tokens, to two digits, are different groups.
 
@@ -165,20 +183,23 @@ def group(runs: Sequence[Run]) -> list[Group]:
         if all(record.seed != other.seed for other in records):
             records.append(record)
     settings = [setting_of(config) for config, *_ in found.values()]
-    differ = [key for key in _varying(settings) if key != "model.layers"]
+    differ = _differing(settings)
     groups = []
     for setting, (config, finished, tokens, records) in zip(settings, found.values(), strict=True):
         layers = config["model"]["layers"]
         title = [f"{layers} layer{'s' if layers > 1 else ''}"]
-        title += [f"{key.partition('.')[2]} = {setting[key]}" for key in differ if key in setting]
+        title += [
+            f"{key.partition('.')[2]} = {setting[key]}" for key in differ[_kind(setting)] if key in setting
+        ]
         others = {about(other[2]) for other in found.values() if finished and other[1] and other[0] == config}
         name = names[json.dumps(config)] + (f" ({_count(tokens)} tokens)" if len(others) > 1 else "")
         ordered = tuple(sorted(records, key=lambda record: record.seed))
         groups.append(Group(name, ", ".join(title), layers, config, finished, tokens, ordered))
 
     def order(one: Group) -> tuple[Any, ...]:
-        loss = one.estimate("loss")
-        return one.layers, one.setting, not one.finished, loss.mean if loss else math.inf, one.name
+        # Where accuracies saturate early the distance decides.
+        found = one.estimate("tvd") or one.estimate("loss")
+        return one.layers, one.setting, not one.finished, found.mean if found else math.inf, one.name
 
     return sorted(groups, key=order)
 
@@ -205,8 +226,11 @@ def _columns(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
 
 def against(one: Group, groups: Sequence[Group], other: str = "gaussian") -> statistics.Estimate | None:
     """The loss of ``one`` minus that of ``other`` in its setting, seed by seed; None if there is no such."""
-    alike = one.setting, about(one.tokens)
-    peers = [g for g in groups if g.finished and (g.setting, about(g.tokens)) == alike]
+
+    def alike(g: Group) -> tuple[Any, ...]:
+        return g.setting, _kind(dict(flat(g.config))), about(g.tokens)
+
+    peers = [g for g in groups if g.finished and alike(g) == alike(one)]
     scores = {g.name: {run.seed: value for run in g.runs for value in run.numbers("loss")} for g in peers}
     if one.name == other or not scores.get(one.name, {}).keys() & scores.get(other, {}).keys():
         return None
