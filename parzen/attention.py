@@ -60,7 +60,7 @@ def attention(
             neither is a number beyond the lengths. Queries are aligned with the last keys (p = i + S − T)
             as in flash-attention, or with the first (p = i) where ``is_causal`` or ``causal_upper_left``
             says so.
-        alibi_slopes: (H,) or (B, H), floating: adds −slope·|p − j| to the scores, p as for ``window``.
+        alibi_slopes: (H,) or (B, H), floating: adds ``−slope·|p − j|`` to the scores, p as for ``window``.
         backend: "auto", or one of ``parzen.backends.BACKENDS``; see ``explain``.
 
     Returns:

@@ -212,8 +212,8 @@ def check_kernel(
     Args:
         kernel: what ``parzen.kernel`` accepts, with numbers for parameters: the cases differ in heads.
         backend: a name for ``attention``; a case that this backend refuses (``why_not``) is passed over.
-        dtype: of query, key and value, floating-point. Errors are measured relative to max(1, |expected|),
-            against ``TOLERANCE[dtype]`` unless ``tolerance`` is given.
+        dtype: of query, key and value, floating-point. Errors are measured relative to
+            ``max(1, |expected|)``, against ``TOLERANCE[dtype]`` unless ``tolerance`` is given.
         device: where query, key and value live.
         attend: the function under test, with the signature of ``attention``.
         seed: of the random inputs.

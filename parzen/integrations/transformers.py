@@ -226,7 +226,7 @@ class MosaicCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """False: what was read cannot be taken back."""
+        """False, since what was read cannot be taken back."""
         return False
 
     def crop(self, tokens_to_remove: int) -> None:

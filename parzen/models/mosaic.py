@@ -132,7 +132,7 @@ class KeyExtractor(nn.Module):
 
 
 class LeakyKeys(KeyExtractor):
-    """k̄_t = Σ_{i≤t} e^{−λ_h(t−i)} W x_i with λ_h = 10·|leak_h|."""
+    """``k̄_t = Σ_{i≤t} e^{−λ_h(t−i)} W x_i with λ_h = 10·|leak_h|``."""
 
     def __init__(self, config: MosaicConfig) -> None:
         super().__init__(config)
