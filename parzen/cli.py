@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -246,15 +246,45 @@ def _add_training(command: Parser) -> None:
         command.add_argument(f"--{name}", type=_positive, metavar="X", help=about)
     command.add_argument("--dropout", type=float, metavar="P", help="on memory weights, … (default: 0.0)")
     command.add_argument("--positions", help="of a transformer: learned, none, rotary (default), alibi, nape")
-    command.add_argument("--compile", dest="compiled", action="store_true", help="use torch.compile")
-    command.add_argument("--tensorboard", action="store_true", help="write losses for TensorBoard too")
     command.add_argument("--precision", choices=("float32", "bf16"))
-    command.add_argument("--device", type=_device, help="cpu (default), cuda, …")
+    _add_how(command)
+
+
+def _add_how(command: Parser) -> None:
+    """How runs are carried out: the fields of ``parzen.lab.sweep.How``."""
+    how = command.add_argument_group("how runs are carried out")
+    how.add_argument("--device", type=_device, help="cpu (default), cuda, …")
+    how.add_argument("--compile", dest="compiled", action="store_true", help="use torch.compile")
+    how.add_argument("--tensorboard", action="store_true", help="write losses for TensorBoard too")
+    how.add_argument(
+        "--gpus-per-run", type=_whole(1), metavar="N", help="processes that share a run, with torchrun"
+    )
+    how.add_argument(
+        "--engine", choices=("process", "ray"), help="one run after the other (default), or tasks of Ray"
+    )
+    how.add_argument(
+        "--address", metavar="HOST:PORT", help="of a Ray cluster, or auto (default: one on this machine)"
+    )
+    how.add_argument(
+        "--cpus-per-run", type=_whole(1), metavar="N", help="threads of a run with Ray (default: 1)"
+    )
+
+
+def _how(arguments: argparse.Namespace) -> Any:
+    sweep = import_module("parzen.lab.sweep")
+    names = [field.name for field in fields(sweep.How)]
+    given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if arguments.engine != "ray" and given.keys() & {"address", "cpus_per_run"}:
+        raise UserError("--address and --cpus-per-run go with --engine ray")
+    for name in names:
+        delattr(arguments, name)
+    return sweep.How(**given)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     stories = import_module("parzen.lab.experiments.stories")
-    return int(stories.run(stories.Comparison(**_given(arguments, "task"))))
+    how = _how(arguments)
+    return int(stories.run(stories.Comparison(how=how, **_given(arguments, "task"))))
 
 
 def _add_regbench(commands: Commands[Parser]) -> None:
@@ -275,12 +305,13 @@ def _add_regbench(commands: Commands[Parser]) -> None:
     command.add_argument(
         "--runs", type=_path, metavar="DIR", help="folder of run folders (default: runs/regbench)"
     )
-    command.add_argument("--device", type=_device, help="cpu (default), cuda, …")
+    _add_how(command)
 
 
 def _regbench(arguments: argparse.Namespace) -> int:
     regbench = import_module("parzen.lab.experiments.regbench")
-    return int(regbench.run(regbench.Experiment(**_given(arguments))))
+    how = _how(arguments)
+    return int(regbench.run(regbench.Experiment(how=how, **_given(arguments))))
 
 
 def _add_length(commands: Commands[Parser]) -> None:
@@ -322,12 +353,24 @@ def _add_length(commands: Commands[Parser]) -> None:
     command.add_argument(
         "--runs", type=_path, metavar="DIR", help="folder of run folders (default: runs/length/TASK)"
     )
-    command.add_argument("--device", type=_device, help="cpu (default), cuda, …")
+    _add_how(command)
 
 
 def _length(arguments: argparse.Namespace) -> int:
     length = import_module("parzen.lab.experiments.length")
-    return int(length.run(length.Experiment(**_given(arguments))))
+    how = _how(arguments)
+    return int(length.run(length.Experiment(how=how, **_given(arguments))))
+
+
+def _add_resume(commands: Commands[Parser]) -> None:
+    command = _command(commands, "resume", _resume, "go on with runs, from their folders alone")
+    command.add_argument("folders", type=_path, nargs="+", metavar="RUN", help="folders of runs")
+    _add_how(command)
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    again = import_module("parzen.lab.again")
+    return int(again.resume(arguments.folders, _how(arguments)))
 
 
 def _given(arguments: argparse.Namespace, *apart: str) -> dict[str, Any]:
@@ -469,6 +512,7 @@ COMMANDS = (
     _add_compare,
     _add_regbench,
     _add_length,
+    _add_resume,
     _add_evaluate,
     _add_generate,
     _add_export,

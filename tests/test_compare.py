@@ -94,6 +94,90 @@ def test_a_run_that_fails_does_not_stop_the_others(text, tmp_path, capsys, monke
     assert [r.config.model.kernel for r in find_runs([tmp_path]) if r.finished] == ["biweight"]
 
 
+def test_a_mistake_of_ours_ends_one_run_and_leaves_its_traceback(text, tmp_path, capsys, monkeypatch):
+    real = sweep.build
+
+    def broken(config):
+        if config.model.kernel == "gaussian":
+            raise RuntimeError("out of luck")
+        return real(config)
+
+    monkeypatch.setattr(sweep, "build", broken)
+    arguments = command(text, tmp_path, "--kernels", "gaussian,biweight")
+    assert main(arguments) == 1
+    assert "failed: gaussian, 1 layers, seed 0: RuntimeError: out of luck (see " in capsys.readouterr().err
+    runs = {r.config.model.kernel: r for r in find_runs([tmp_path])}
+    assert runs["biweight"].finished
+    error = runs["gaussian"].folder / "error.txt"
+    assert "in broken\n" in error.read_text()
+    monkeypatch.setattr(sweep, "build", real)
+    assert main(arguments) == 0
+    assert not error.exists()
+
+
+def test_a_run_goes_on_from_its_folder_alone(text, done, tmp_path, capsys):
+    """With its last checkpoint taken away it ends with the same numbers."""
+    shutil.copytree(done, tmp_path / "runs")
+    run = next(r for r in find_runs([tmp_path / "runs"]) if r.config.model.kernel != "gaussian")
+    before = run.results(), run.metrics()
+    for name in ("results.json", "last.safetensors", "best.safetensors", "metrics.jsonl"):
+        (run.folder / name).unlink()
+    assert main(["resume", str(run.folder)]) == 0
+    assert "1 runs, 0 of them done" in capsys.readouterr().out
+    assert (run.results(), run.metrics()) == before
+    (run.folder / "results.json").unlink()
+    text_file = json.loads((run.folder / "text.json").read_text())
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(story) + "\n" for story in generated_stories(1, 40_000)))
+    (run.folder / "text.json").write_text(json.dumps(text_file | {"data": str(other)}))
+    assert main(["resume", str(run.folder)]) == 1
+    assert f"{other} has changed since" in capsys.readouterr().err
+
+
+def test_only_one_process_trains_a_run(text, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sweep.PATIENCE, "process", 0.3)
+    arguments = command(text, tmp_path, "--kernels", "gaussian")
+    assert main([*arguments, "--seeds", "1"]) == 0
+    (run,) = find_runs([tmp_path])
+    (run.folder / "results.json").unlink()
+    holder = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            "import fcntl, sys, time; f = open(sys.argv[1], 'r+b'); fcntl.flock(f, fcntl.LOCK_EX); "
+            "print('held', flush=True); time.sleep(60)",
+            str(run.folder / "config.json"),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout.readline() == b"held\n"
+    assert main([*arguments, "--seeds", "1"]) == 1
+    assert f"another process is training {run.folder}" in capsys.readouterr().err
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    assert main([*arguments, "--seeds", "1"]) == 0
+    assert run.finished
+
+
+class Elsewhere(torch.nn.Module):
+    """Parameters on a device that is not the CPU, and a forward that minds where its input is."""
+
+    def __init__(self, vocab):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(1, device="meta"))
+        self.vocab = vocab
+
+    def forward(self, tokens):
+        assert tokens.device == self.weight.device
+        return torch.zeros(*tokens.shape, self.vocab)
+
+
+def test_inputs_go_where_the_model_is():
+    windows = torch.zeros(3, 5, dtype=torch.long), torch.ones(3, 5, dtype=torch.long)
+    assert evaluate.loss(Elsewhere(7), windows) == pytest.approx(math.log(7))
+    assert evaluate.kernel_use(Elsewhere(7), windows[0]) == {}
+
+
 def test_minutes_become_tokens_once(text, tmp_path, capsys):
     arguments = command(text, tmp_path, "--kernels", "gaussian,biweight")
     at = arguments.index("--tokens")

@@ -112,7 +112,8 @@ def test_the_automaton_itself_scores_perfectly():
 
 def test_easier_automata():
     experiment = regbench.Experiment(scale="tiny", models=("s4",), states=4, letters=6)
-    task, (config,) = regbench.plan(experiment, 64)
+    (config,) = regbench.plan(experiment, 64)
+    task = config.task
     assert (task.states, task.letters) == ((4, 4), (6, 6))
     data = load_regbench(8, validation=1, test=1, bounds=task)
     assert all(len({t for t in i.tokens.tolist() if t != BAR}) <= 6 for i in data.train)

@@ -1,8 +1,8 @@
-"""``parzen evaluate``: what a run's best weights achieve, measured once more."""
+"""What a run folder can be asked for: to go on, or to be measured once more. The folder says it all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from parzen.lab import console
@@ -10,13 +10,35 @@ from parzen.lab.errors import UserError
 from parzen.lab.experiments import length, regbench, stories
 from parzen.lab.files import write_whole
 from parzen.lab.report import flat
-from parzen.lab.runs import to_bytes
-from parzen.lab.sweep import best_model
+from parzen.lab.runs import Run, to_bytes
+from parzen.lab.sweep import How, Part, Work, best_model, sweep
 from parzen.lab.tasks.length import LengthConfig
 from parzen.lab.tasks.regbench import RegBenchConfig
+from parzen.lab.tasks.stories import StoriesConfig
 
+# What a run of each task needs.
+WORK: dict[type, Callable[[Run], Work]] = {
+    StoriesConfig: stories.work,
+    RegBenchConfig: regbench.work,
+    LengthConfig: length.work,
+}
 # By layer and head, and what they are called.
 BY_HEAD = {"support": "support", "bandwidth": "bandwidth H", "entropy": "entropy"}
+
+
+def work_of(run: Run) -> Work:
+    """What ``run`` trains on and is measured by, found through its folder."""
+    return WORK[type(run.config.task)](run)
+
+
+def resume(folders: Sequence[Path], how: How) -> int:
+    """Goes on with the runs in ``folders``; the exit status, as of ``sweep``.
+
+    Raises:
+        UserError: a folder that holds no run.
+    """
+    runs = [Run.open(folder) for folder in folders]
+    return sweep([Part(run.folder.resolve().parent, [run.config], work_of) for run in runs], how)[1]
 
 
 def evaluate_run(folder: Path, valid: Path | None, to: Path | None) -> int:
@@ -31,13 +53,12 @@ def evaluate_run(folder: Path, valid: Path | None, to: Path | None) -> int:
         UserError: no such run, or a text where none is read.
     """
     run, model = best_model(folder)
-    task = run.config.task
-    if isinstance(task, RegBenchConfig | LengthConfig):
-        if valid is not None:
-            raise UserError(f"{folder} was not trained on stories: --valid has no meaning for it")
-        got = (regbench if isinstance(task, RegBenchConfig) else length).again(run, model)
-    else:
+    if isinstance(run.config.task, StoriesConfig):
         got = stories.again(run, model, valid)
+    elif valid is None:
+        got = dict(work_of(run).results(model))
+    else:
+        raise UserError(f"{folder} was not trained on stories: --valid has no meaning for it")
     if to is not None:
         write_whole(to, to_bytes(got))
     rows = [(key, f"{value:.4g}") for key, value in flat(got) if isinstance(value, int | float)]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parzen.attention import attention_weights
-from parzen.lab.train import IGNORED
+from parzen.lab.train import IGNORED, device_of
 from parzen.models.mosaic import ContextualMemory
 
 Windows = tuple[Tensor, Tensor]
@@ -23,9 +23,9 @@ def loss_by_position(model: nn.Module, windows: Windows, batch: int = 64) -> tup
     length = windows[0].shape[1]
     total, counted = torch.zeros(length, dtype=torch.float64), torch.zeros(length, dtype=torch.float64)
     for inputs, targets in zip(*(x.split(batch) for x in windows), strict=True):
-        logits = model(inputs).transpose(1, 2)
-        nats = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-        total += nats.sum(0, dtype=torch.float64)
+        logits = model(inputs.to(device_of(model))).transpose(1, 2)
+        nats = F.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORED, reduction="none")
+        total += nats.sum(0, dtype=torch.float64).cpu()
         counted += (targets != IGNORED).sum(0)
     return total, counted
 
@@ -48,7 +48,7 @@ def kernel_use(model: nn.Module, inputs: Tensor, batch: int = 16) -> dict[str, A
         whatever its distance), entropy of the weights in nats.
     """
     memories = [m for m in model.modules() if isinstance(m, ContextualMemory)]
-    seen: dict[ContextualMemory, list[tuple[Tensor, Tensor, Tensor]]] = {m: [] for m in memories}
+    seen: dict[ContextualMemory, list[Tensor]] = {m: [] for m in memories}
 
     def look(memory: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         assert isinstance(memory, ContextualMemory)
@@ -56,12 +56,13 @@ def kernel_use(model: nn.Module, inputs: Tensor, batch: int = 16) -> dict[str, A
         got = attention_weights(query, key, is_causal=True, scale=scale, kernel=memory.kernel)
         entropy = torch.special.entr(got.weights).sum(-1)
         # Sums over the sequences: (H, T).
-        seen[memory].append((got.support.sum(0), got.bandwidth.sum(0), entropy.sum(0)))
+        sums = (got.support.sum(0), got.bandwidth.sum(0), entropy.sum(0))
+        seen[memory].append(torch.stack([x.double().cpu() for x in sums]))
 
     _run_with(model, memories, look, inputs, batch)
     if not memories:
         return {}
-    layers = [torch.stack([torch.stack(part).double() for part in parts]).sum(0) for parts in seen.values()]
+    layers = [torch.stack(parts).sum(0) for parts in seen.values()]
     mean = torch.stack(layers) / len(inputs)  # (L, 3, H, T)
     rows = mean.shape[-1]
     by_head = mean.mean(-1)
@@ -95,7 +96,7 @@ def _run_with(model: nn.Module, memories: list[Any], look: Any, inputs: Tensor, 
     try:
         model.eval()
         for part in inputs.split(batch):
-            model(part)
+            model(part.to(device_of(model)))
     finally:
         for hook in hooks:
             hook.remove()

@@ -7,6 +7,7 @@
     last.safetensors    weights, optimiser, random state and step: where to go on
     best.safetensors    the weights with the best validation score so far
     results.json        written last: a folder that has it is finished
+    error.txt, log.txt  why the last try failed, and what a process of its own printed
 
 Files are replaced whole, so a run that is killed at any moment goes on from its last checkpoint. No file
 holds pickled objects.
@@ -14,6 +15,7 @@ holds pickled objects.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -21,7 +23,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +90,7 @@ class Run(Keeper):
                 **info(),
                 "commit": _commit(),
                 "machine": platform.machine(),
-                "command": shlex.join(sys.argv),
+                "command": shlex.join(["parzen", *sys.argv[1:]]),
                 "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             }
             write_whole(run.folder / "environment.json", to_bytes(environment))
@@ -124,6 +127,37 @@ class Run(Keeper):
     def finish(self, results: Mapping[str, Any]) -> None:
         """Writes the results; the run is finished."""
         write_whole(self.folder / "results.json", to_bytes(dict(results)))
+
+    @contextmanager
+    def locked(self, seconds: float) -> Iterator[None]:
+        """This process alone trains the run: two that log into one folder would spoil it.
+
+        The system frees the lock of a process that dies, on other machines too where the file system has
+        locks; so it is waited for.
+
+        Raises:
+            UserError: another process holds it for so many ``seconds``.
+        """
+        try:
+            import fcntl
+        except ModuleNotFoundError:  # not on Windows
+            yield
+            return
+        with open(self.folder / "config.json", "r+b") as file:
+            until = time.monotonic() + seconds
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > until:
+                        raise UserError(f"another process is training {self.folder}; let it end") from None
+                    time.sleep(0.2)
+                except OSError as error:
+                    if error.errno not in (errno.ENOSYS, errno.ENOTSUP):
+                        raise
+                    break
+            yield
 
     # ---- metrics ---------------------------------------------------------------------------------
 

@@ -1,10 +1,14 @@
-"""Runs, one after the other: what is finished is left alone, what was interrupted goes on."""
+"""Many runs: what is finished is left alone, what was interrupted goes on, what fails stops nothing else."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,63 @@ from parzen.models.backbone import Backbone
 from parzen.models.mosaic import Mosaic, MosaicConfig
 from parzen.models.sequence import SequenceModel
 
+ENGINES = ("process", "ray")
+FAILED = "error.txt"
+# How long a run that another process trains is waited for: on a cluster, for one that is just being killed.
+PATIENCE = {"process": 2.0, "ray": 120.0}
+
+
+@dataclass(frozen=True)
+class How:
+    """How runs are carried out; what they compute does not depend on it, but for rounding.
+
+    Attributes:
+        device: where a model runs.
+        compiled: whether models go through ``torch.compile``.
+        tensorboard: whether losses go to TensorBoard too, in a folder of each run.
+        gpus_per_run: processes that share one run, a GPU each; more than one start with ``torchrun``.
+        engine: "process": one run after the other in this process; "ray": tasks of a Ray cluster.
+        address: of a Ray cluster that is running, "auto" or HOST:PORT; None starts one on this machine.
+        cpus_per_run: threads of a run on a Ray cluster, which decide how many run at once.
+    """
+
+    device: str = "cpu"
+    compiled: bool = False
+    tensorboard: bool = False
+    gpus_per_run: int = 1
+    engine: str = "process"
+    address: str | None = None
+    cpus_per_run: int = 1
+
+
+HERE = How()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run trains on, and what is written of its model, with the best weights, at the end."""
+
+    task: Task
+    results: Callable[[Backbone], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Runs of one experiment.
+
+    Attributes:
+        root: the folder of their folders.
+        configs: of the runs.
+        work: finds what a run needs.
+        files: what else belongs into the folder of each run, by name. With them the folder says it all:
+            ``again.work_of`` gives the same as ``work``.
+    """
+
+    root: Path
+    configs: Sequence[RunConfig]
+    work: Callable[[Run], Work]
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
 
 def build(config: RunConfig) -> Backbone:
     """The untrained model of a run; its weights depend on the seed."""
@@ -27,67 +88,132 @@ def build(config: RunConfig) -> Backbone:
     return Mosaic(config.model) if isinstance(config.model, MosaicConfig) else SequenceModel(config.model)
 
 
-def sweep(
-    root: Path,
-    configs: Sequence[RunConfig],
-    task: Task,
-    results: Callable[[Backbone, RunConfig], Mapping[str, Any]],
-    *,
-    device: str = "cpu",
-    compiled: bool = False,
-    tensorboard: bool = False,
-    files: Mapping[str, bytes] | None = None,
-) -> tuple[list[Run], int]:
-    """Trains every run below ``root`` that is not finished; all of them, and an exit status.
+def sweep(parts: Sequence[Part], how: How) -> tuple[list[Run], int]:
+    """Trains every run of ``parts`` that is not finished; all of them, and an exit status.
 
     It is 0, 1 if a run failed, 130 if Ctrl-C ended it.
 
-    Args:
-        root: the folder of run folders.
-        configs: of the runs, all of the same ``task``.
-        results: what is written of a model, with its best weights, when its training is done.
-        device: where it runs.
-        compiled: whether models go through ``torch.compile``.
-        tensorboard: whether losses go to TensorBoard too, in a folder of each run.
-        files: what else belongs into the folder of each run, by name.
-
     Raises:
-        UserError: nothing can be written. What is wrong with a single run is printed at the end, after the
-            others, and left in its error.txt.
+        UserError: nothing can be written, or there is no such cluster. What is wrong with a single run is
+            printed at the end, after the others, and left in its error.txt.
     """
     # Under torchrun the first process alone writes.
     first = os.environ.get("RANK", "0") == "0"
-    runs = [Run.create(root, c) if first else Run(root / c.digest(), c) for c in configs]
-    todo = [run for run in runs if not run.finished]
-    steps = max((run.config.train.steps for run in todo), default=1)
+    runs, todo = [], []
+    for part in parts:
+        for config in part.configs:
+            run = Run.create(part.root, config) if first else Run(part.root / config.digest(), config)
+            runs.append(run)
+            if not run.finished:
+                todo.append((run, part))
+    places = ", ".join(dict.fromkeys(str(part.root) for part in parts))
+    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done; in {places}", flush=True)
     failed: list[str] = []
     status = 0
     try:
-        print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done; in {root}")
-        with console.progress(max(1, len(todo)), steps) as progress:
-            for run in todo:
-                try:
-                    if not first:
-                        train(
-                            build(run.config), task, run.config.train, run.config.seed, run,
-                            device=device, compiled=compiled,
-                        )  # fmt: skip
-                        continue
-                    for name, data in (files or {}).items():
-                        write_whole(run.folder / name, data)
-                    writer = _writer(run.folder / "tensorboard") if tensorboard else None
-                    _finish(run, task, results, progress, writer, device=device, compiled=compiled)
-                except UserError as error:
-                    failed.append(f"failed: {run.config.label}: {error}")
-                    if first:
-                        write_whole(run.folder / "error.txt", f"{error}\n".encode())
-                    status = 1
+        for run, part in todo:
+            for name, data in part.files.items():
+                if first:
+                    write_whole(run.folder / name, data)
+        for run, error in _carried_out(todo, how):
+            if error is not None:
+                failed.append(f"failed: {run.config.label}: {error}")
+                status = 1
     except KeyboardInterrupt:
         failed.append("interrupted; the same command goes on from here")
         status = 130
     for line in failed:
         print(line, file=sys.stderr if status == 1 else sys.stdout)
     return runs, status
+
+
+def _carried_out(todo: Sequence[tuple[Run, Part]], how: How) -> Iterator[tuple[Run, str | None]]:
+    """Each run as it ends, and why it failed."""
+    if how.engine == "ray":
+        from parzen.lab import cluster
+
+        yield from cluster.carry_out([run for run, _ in todo], how)
+        return
+    steps = max((run.config.train.steps for run, _ in todo), default=1)
+    with console.progress(max(1, len(todo)), steps) as progress:
+        for run, part in todo:
+            yield run, attempt(run, part.work, how, progress)
+
+
+def attempt(
+    run: Run, work: Callable[[Run], Work], how: How, progress: console.Progress | None = None
+) -> str | None:
+    """Trains ``run`` to its end, in this process or one of its own for each GPU; why that failed, or None.
+
+    A mistake of ours, too, ends this run only: its whole traceback is in error.txt.
+    """
+    try:
+        if how.gpus_per_run > 1 and "RANK" not in os.environ:
+            from parzen.lab import cluster
+
+            cluster.torchrun(run, how)
+        else:
+            _train(run, work, how, progress)
+    except UserError as error:
+        reason, text = str(error), f"{error}\n"
+    except Exception as error:
+        text = traceback.format_exc()
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())} (see {run.folder / FAILED})"
+    else:
+        return None
+    if os.environ.get("RANK", "0") == "0":
+        write_whole(run.folder / FAILED, text.encode(errors="replace"))
+    return reason
+
+
+def _train(run: Run, work: Callable[[Run], Work], how: How, progress: console.Progress | None = None) -> None:
+    config, needed = run.config, work(run)
+    options: dict[str, Any] = {"device": how.device, "compiled": how.compiled}
+    if os.environ.get("RANK", "0") != "0":
+        train(build(config), needed.task, config.train, config.seed, run, **options)
+        return
+    # Under torchrun the other processes would wait for one that gave up.
+    patience = math.inf if "WORLD_SIZE" in os.environ else PATIENCE[how.engine]
+    with run.locked(patience), _losses(run, how.tensorboard) as write:
+        if run.finished:
+            return
+        if progress:
+            progress.part(config.label)
+
+        def report(now: Progress) -> None:
+            write("loss/train", now.loss, now.step)
+            if now.valid is not None:
+                write("loss/validation", now.valid, now.step)
+            if progress:
+                status = f"train {now.loss:.3f}, {now.tokens / now.seconds:,.0f} tokens/s"
+                progress.step(status)
+                if now.valid is not None:
+                    progress.mark(f"valid {now.valid:.3f}, {status}")
+
+        train(build(config), needed.task, config.train, config.seed, run, report=report, **options)
+        _, model = best_model(run.folder)
+        counted = {
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "tokens": run.metrics()[-1]["tokens"],
+        }
+        run.finish({**needed.results(model.to(how.device)), **counted})
+        (run.folder / FAILED).unlink(missing_ok=True)
+
+
+@contextmanager
+def _losses(run: Run, tensorboard: bool) -> Iterator[Callable[[str, float, int], object]]:
+    if not tensorboard:
+        yield lambda name, value, step: None
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError as error:
+        raise UserError("tensorboard is not installed; run: pip install 'parzen[tensorboard]'") from error
+    writer = SummaryWriter(run.folder / "tensorboard")
+    try:
+        yield writer.add_scalar
+    finally:
+        writer.close()
 
 
 def best_model(folder: Path) -> tuple[Run, Backbone]:
@@ -104,44 +230,3 @@ def best_model(folder: Path) -> tuple[Run, Backbone]:
     model = build(run.config)
     load_weights(model, saved[0])
     return run, model.eval()
-
-
-def _writer(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ModuleNotFoundError as error:
-        raise UserError("tensorboard is not installed; run: pip install 'parzen[tensorboard]'") from error
-    return SummaryWriter(folder)
-
-
-def _finish(
-    run: Run,
-    task: Task,
-    results: Callable[[Backbone, RunConfig], Mapping[str, Any]],
-    progress: console.Progress,
-    writer: Any,
-    **options: Any,
-) -> None:
-    config = run.config
-    progress.part(config.label)
-
-    def report(now: Progress) -> None:
-        status = f"train {now.loss:.3f}, {now.tokens / now.seconds:,.0f} tokens/s"
-        progress.step(status)
-        if writer:
-            writer.add_scalar("loss/train", now.loss, now.step)
-        if now.valid is not None:
-            progress.mark(f"valid {now.valid:.3f}, {status}")
-            if writer:
-                writer.add_scalar("loss/validation", now.valid, now.step)
-
-    model = build(config)
-    train(model, task, config.train, config.seed, run, report=report, **options)
-    if writer:
-        writer.close()
-    _, model = best_model(run.folder)
-    counted = {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "tokens": run.metrics()[-1]["tokens"],
-    }
-    run.finish({**results(model, config), **counted})

@@ -264,6 +264,11 @@ def _moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {f"optimizer.{i}.{name}": t for i, values in state.items() for name, t in values.items()}
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where ``model`` is."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Puts the weights of a checkpoint into ``model``."""
     weights = {k.removeprefix("model."): t for k, t in tensors.items() if k.startswith("model.")}

@@ -24,7 +24,7 @@ from parzen.lab import console, evaluate, statistics
 from parzen.lab.config import EIGHT, RunConfig
 from parzen.lab.errors import UserError
 from parzen.lab.runs import Run
-from parzen.lab.sweep import sweep
+from parzen.lab.sweep import HERE, How, Part, Work, sweep
 from parzen.lab.tasks.length import LengthConfig, Lengths, answer_start, score, to_device, written
 from parzen.lab.tasks.sequence import Batch, Task
 from parzen.lab.train import TrainConfig
@@ -177,7 +177,7 @@ class Experiment:
         steps: instead.
         lr: peak learning rate.
         runs: the folder of run folders; None: runs/length/ and the task.
-        device: where it runs.
+        how: they are carried out.
     """
 
     task: str
@@ -192,7 +192,7 @@ class Experiment:
     steps: int | None = None
     lr: float | None = None
     runs: Path | None = None
-    device: str = "cpu"
+    how: How = HERE
 
 
 def run(experiment: Experiment) -> int:
@@ -201,15 +201,24 @@ def run(experiment: Experiment) -> int:
     Raises:
         UserError: settings that nothing can be made of, or nothing can be written.
     """
-    configs = plan(experiment)
-    root = experiment.runs or Path("runs/length") / experiment.task
-
-    def judge(model: Backbone, config: RunConfig) -> dict[str, Any]:
-        return again(Run(root / config.digest(), config), model.to(experiment.device))
-
-    runs, status = sweep(root, configs, Lengths(configs[0].task), judge, device=experiment.device)
+    runs, status = sweep([part(experiment)], experiment.how)
     _show(runs)
     return status
+
+
+def part(experiment: Experiment) -> Part:
+    """The runs.
+
+    Raises:
+        UserError: settings that nothing can be made of.
+    """
+    root = experiment.runs or Path("runs/length") / experiment.task
+    return Part(root, plan(experiment), work)
+
+
+def work(run: Run) -> Work:
+    """What a run on a task of lengths needs."""
+    return Work(Lengths(run.config.task), lambda model: again(run, model))
 
 
 def plan(experiment: Experiment) -> list[RunConfig]:

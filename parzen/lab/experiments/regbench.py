@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from parzen.lab import console, evaluate
 from parzen.lab.config import EIGHT, RunConfig
 from parzen.lab.errors import UserError
 from parzen.lab.runs import Run
-from parzen.lab.sweep import sweep
+from parzen.lab.sweep import HERE, How, Part, Work, sweep
 from parzen.lab.tasks.regbench import (
     TEXT,
     VOCAB,
@@ -115,7 +116,7 @@ class Experiment:
         epochs, lr: of training.
         states, letters: of the automata: exactly so many in place of the public bounds.
         runs: the folder of run folders.
-        device: where it runs.
+        how: they are carried out.
     """
 
     scale: str = "small"
@@ -128,7 +129,7 @@ class Experiment:
     states: int | None = None
     letters: int | None = None
     runs: Path = Path("runs/regbench")
-    device: str = "cpu"
+    how: How = HERE
     bounds: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,34 +138,39 @@ class Experiment:
 
 
 def run(experiment: Experiment) -> int:
-    """Trains what is not finished yet, prints the table; the exit status: 1 if a run failed.
+    """Trains what is not finished yet, prints a table for each size; the exit status, as of ``sweep``.
 
     Raises:
         UserError: no such data, or nothing can be written.
     """
-    status = 0
+    runs, status = sweep(parts(experiment), experiment.how)
     for examples in experiment.examples or SCALES[experiment.scale].examples:
-        task, configs = plan(experiment, examples)
-        data = _data(task)
-        baselines = {f"{n}-gram": summary(score_ngram(data.test, n)) for n in (1, 2, 3)}
-
-        # An n-gram that has seen no continuation gives it probability 0: its loss is no number.
-        finite = {n: {k: v for k, v in b.items() if math.isfinite(v)} for n, b in baselines.items()}
-
-        def judge(
-            model: Backbone, config: RunConfig, data: RegBench = data, baselines: object = finite
-        ) -> dict[str, Any]:
-            return {**results(model, data.test), "baselines": baselines}
-
-        print(f"{examples:,} examples")
-        runs, failed = sweep(experiment.runs, configs, InContext(data), judge, device=experiment.device)
-        status = max(status, failed)
-        _show(runs, baselines)
+        here = [run for run in runs if run.config.task.examples == examples]
+        print(f"\n{examples:,} examples")
+        _show(here, _data(here[0].config.task)[1])
     return status
 
 
-def plan(experiment: Experiment, examples: int) -> tuple[RegBenchConfig, list[RunConfig]]:
-    """The data and the configs of all runs on it, seed by seed.
+def parts(experiment: Experiment) -> list[Part]:
+    """The runs of each size.
+
+    Raises:
+        UserError: settings that nothing can be made of.
+    """
+    sizes = experiment.examples or SCALES[experiment.scale].examples
+    return [Part(experiment.runs, plan(experiment, examples), work) for examples in sizes]
+
+
+def work(run: Run) -> Work:
+    """What a run on RegBench needs."""
+    data, baselines = _data(run.config.task)
+    # An n-gram that has seen no continuation gives it probability 0: its loss is no number.
+    finite = {n: {k: v for k, v in b.items() if math.isfinite(v)} for n, b in baselines.items()}
+    return Work(InContext(data), lambda model: {**results(model, data.test), "baselines": finite})
+
+
+def plan(experiment: Experiment, examples: int) -> list[RunConfig]:
+    """The configs of all runs on so many examples, seed by seed.
 
     Raises:
         UserError: settings that nothing can be made of.
@@ -192,20 +198,18 @@ def plan(experiment: Experiment, examples: int) -> tuple[RegBenchConfig, list[Ru
                 models.append(SequenceConfig(VOCAB, mixer=name, **scale.baselines[name]))
     except ValueError as error:
         raise UserError(str(error)) from error
-    return task, [
+    return [
         RunConfig(task, model, training, seed) for seed, model in itertools.product(experiment.seeds, models)
     ]
 
 
-def _data(task: RegBenchConfig) -> RegBench:
-    return load_regbench(
+@lru_cache(maxsize=1)
+def _data(task: RegBenchConfig) -> tuple[RegBench, dict[str, dict[str, float]]]:
+    """The instances, and how n-grams do on the test instances."""
+    data = load_regbench(
         task.examples, seed=task.data_seed, validation=task.validation, test=task.test, bounds=task
     )
-
-
-def again(run: Run, model: Backbone) -> dict[str, Any]:
-    """``results`` on the test instances."""
-    return results(model, _data(run.config.task).test)
+    return data, {f"{n}-gram": summary(score_ngram(data.test, n)) for n in (1, 2, 3)}
 
 
 @torch.no_grad()

@@ -22,8 +22,7 @@ from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
 from parzen.lab.language import Language
 from parzen.lab.runs import Run, read_json, to_bytes
-from parzen.lab.sweep import best_model, build, sweep
-from parzen.lab.tasks.ngrams import Bigram
+from parzen.lab.sweep import HERE, How, Part, Work, best_model, build, sweep
 from parzen.lab.tasks.stories import (
     END,
     Stories,
@@ -61,8 +60,7 @@ class Comparison:
         curve: how often the validation loss is taken.
         sample: on how many windows, spread over the validation text; None: all, as at the end.
         most: bytes of text to read or to generate; None: all.
-        device: where it runs.
-        compiled, tensorboard: see ``sweep``.
+        how: runs are carried out.
     """
 
     data: Path | None = None
@@ -91,9 +89,7 @@ class Comparison:
     curve: int = 20
     sample: int | None = None
     most: int | None = None
-    device: str = "cpu"
-    compiled: bool = False
-    tensorboard: bool = False
+    how: How = HERE
 
 
 def run(comparison: Comparison) -> int:
@@ -122,31 +118,63 @@ def train_all(comparison: Comparison, stories: Stories) -> tuple[list[Run], int]
     """``run`` on this text: the runs and the exit status."""
     tokens = _tokens(comparison, stories)
     print(f"{tokens:,} training tokens a run")
-    windows = stories.windows(comparison.context)
-    unigram, bigram = Bigram(stories.train, stories.vocab).losses(stories.valid)
-    baselines = {"unigram": unigram, "bigram": bigram}
+    runs, status = sweep([part(comparison, stories, tokens)], comparison.how)
+    _show(runs, stories.baselines)
+    return runs, status
+
+
+def part(comparison: Comparison, stories: Stories, tokens: int) -> Part:
+    """The runs on this text.
+
+    Raises:
+        UserError: settings that nothing can be made of.
+    """
+    needed = _work(stories, comparison.context, comparison.sample)
     paths = {"data": comparison.data, "valid": comparison.valid}
-    runs, status = sweep(
+    return Part(
         comparison.runs,
         plan(comparison, stories, tokens),
-        Language(stories, comparison.context, _sampled(windows, comparison.sample)),
-        lambda model, config: {**results(model, windows, stories.tokenizer), "baselines": baselines},
-        device=comparison.device,
-        compiled=comparison.compiled,
-        tensorboard=comparison.tensorboard,
-        files={
+        lambda run: needed,
+        {
             "tokenizer.json": stories.tokenizer.to_str().encode(),
             "text.json": to_bytes(
                 {
                     **{k: str(v.resolve()) if v else None for k, v in paths.items()},
                     "most": comparison.most,
+                    "sample": comparison.sample,
                     **stories.hashes,
                 }
             ),
         },
     )
-    _show(runs, baselines)
-    return runs, status
+
+
+def work(run: Run) -> Work:
+    """What a run on stories needs.
+
+    Raises:
+        UserError: a text that is gone, or has changed.
+    """
+    config: StoriesConfig = run.config.task
+    text = read_json(run.folder / "text.json")
+    stories = load_stories(
+        *(Path(text[name]) if text[name] else None for name in ("data", "valid")),
+        tokenizer=run.folder / "tokenizer.json",
+        context=config.context,
+        most=text["most"],
+    )
+    if stories.config != config:
+        changed = text["data"] if stories.config.train != config.train else text["valid"] or text["data"]
+        raise UserError(f"{changed} has changed since {run.folder} was begun; put the old text back")
+    return _work(stories, config.context, text.get("sample"))
+
+
+def _work(stories: Stories, context: int, sample: int | None) -> Work:
+    windows = stories.windows(context)
+    return Work(
+        Language(stories, context, _sampled(windows, sample)),
+        lambda model: {**results(model, windows, stories.tokenizer), "baselines": stories.baselines},
+    )
 
 
 def _sampled(windows: evaluate.Windows, count: int | None) -> evaluate.Windows:
@@ -235,7 +263,7 @@ def seconds_a_step(
         replace(config.train, steps=steps, evaluate_every=steps),
         config.seed,
         Keeper(),
-        device=comparison.device,
+        device=comparison.how.device,
         report=lambda now: clock.append(now.seconds),
     )
     return median(b - a for a, b in itertools.pairwise(clock))
@@ -293,23 +321,11 @@ def again(run: Run, model: Backbone, valid: Path | None) -> dict[str, Any]:
         UserError: a text that cannot be used, or that has changed.
     """
     text = read_json(run.folder / "text.json")
-    tokenizer = read_tokenizer(run.folder / "tokenizer.json")
-    context = run.config.task.context
     if valid is None and text["valid"] is None:
-        stories = load_stories(
-            Path(text["data"]) if text["data"] else None,
-            tokenizer=run.folder / "tokenizer.json",
-            context=context,
-            most=text["most"],
-        )
-        if stories.config.valid != run.config.task.valid:
-            raise UserError(
-                f"{text['data']} has changed since {run.folder} was trained; give a text with --valid"
-            )
-        stream = stories.valid
-    else:
-        stream, _ = token_stream(open_text(valid or Path(text["valid"]), held_out=True), tokenizer, lead=True)
-    return results(model, Stories(tokenizer, stream, stream, "").windows(context), tokenizer)
+        return dict(work(run).results(model))
+    tokenizer = read_tokenizer(run.folder / "tokenizer.json")
+    stream, _ = token_stream(open_text(valid or Path(text["valid"]), held_out=True), tokenizer, lead=True)
+    return results(model, Stories(tokenizer, stream, stream, "").windows(run.config.task.context), tokenizer)
 
 
 def generate_from(

@@ -29,6 +29,7 @@ from parzen.lab.tasks.sequence import (
     exact_match,
     token_accuracy,
 )
+from parzen.lab.train import device_of
 from parzen.models.generate import Recurrent, generate
 
 # Tokens of a batch that is evaluated; a row that is longer stands alone.
@@ -171,5 +172,4 @@ def answer_start(labels: Tensor) -> int:
 
 def to_device(batch: Batch, model: nn.Module) -> Batch:
     """The batch where the model is."""
-    device = next(model.parameters()).device
-    return Batch(*(x.to(device) for x in batch))
+    return Batch(*(x.to(device_of(model)) for x in batch))

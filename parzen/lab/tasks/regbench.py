@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from parzen.lab.tasks.sequence import IGNORED, Batch
+from parzen.lab.train import device_of
 
 LETTERS = "abcdefghijklmnopqr"
 PAD, BAR = 0, len(LETTERS) + 1
@@ -480,8 +481,9 @@ def score(model: nn.Module, instances: Sequence[Instance], batch: int = 32) -> S
     ordered = sorted(instances, key=len)
     for start in range(0, len(ordered), batch):
         some = ordered[start : start + batch]
-        tokens, labels, lengths = batch_of(some)
-        scores.add(model(tokens).softmax(2), truth_of(some), labels, lengths)
+        device = str(device_of(model))
+        tokens, labels, lengths = batch_of(some, device)
+        scores.add(model(tokens).softmax(2), truth_of(some, device), labels, lengths)
     return scores
 
 

@@ -38,6 +38,7 @@ from parzen.lab.console import duration
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
 from parzen.lab.tasks import tales as generator
+from parzen.lab.tasks.ngrams import Bigram
 from parzen.lab.tasks.tales import tales
 
 END = "<|endoftext|>"
@@ -695,6 +696,12 @@ class Stories:
     source: str
     config: StoriesConfig = StoriesConfig()
     hashes: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def baselines(self) -> dict[str, float]:
+        """The validation loss of the unigram and of the bigram, in nats per token."""
+        losses = Bigram(self.train, self.vocab).losses(self.valid)
+        return dict(zip(("unigram", "bigram"), losses, strict=True))
 
     @property
     def vocab(self) -> int:

@@ -1,0 +1,145 @@
+"""Runs on several machines or GPUs: Ray places runs, torchrun spreads one. No scheduling of our own.
+
+A task of Ray is the path of a run folder. When its worker or node dies Ray starts it again elsewhere, and it
+goes on from the run's last checkpoint; so the folder of runs must be one that all machines share.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parzen.lab import console
+from parzen.lab.errors import UserError
+from parzen.lab.runs import Run
+from parzen.lab.sweep import How, attempt
+
+# How often the death of workers or nodes starts one run again.
+RETRIES = 20
+LOG = "log.txt"
+
+
+def carry_out(runs: Sequence[Run], how: How) -> Iterator[tuple[Run, str | None]]:
+    """Each of ``runs`` as it ends, and why it failed.
+
+    Raises:
+        UserError: Ray is missing, there is no cluster at ``how.address``, or it has no machine for such runs.
+    """
+    if not runs:
+        return
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise UserError("ray is not installed; run: pip install 'parzen[ray]'") from error
+    began_here = not ray.is_initialized()
+    if began_here:
+        try:
+            ray.init(how.address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+        except ConnectionError as error:
+            raise UserError(
+                f"no Ray cluster answers at {how.address!r} ({' '.join(str(error).split())}); start one with "
+                "ray start --head"
+            ) from error
+    try:
+        yield from _on_ray(ray, runs, how)
+    finally:
+        if began_here:
+            ray.shutdown()
+
+
+def _on_ray(ray: Any, runs: Sequence[Run], how: How) -> Iterator[tuple[Run, str | None]]:
+    cuda = torch.device(how.device).type == "cuda"
+    asked = {"CPU": float(how.cpus_per_run), "GPU": float(how.gpus_per_run if cuda else 0)}
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if not any(all(have.get(name, 0) >= n for name, n in asked.items()) for have in machines):
+        raise UserError(
+            f"no machine of the Ray cluster has {how.cpus_per_run} CPUs and {asked['GPU']:g} GPUs for a run; "
+            "ask for fewer with --cpus-per-run or --gpus-per-run"
+        )
+    print(f"Ray: {len(machines)} machines, {_total(machines, 'CPU')} CPUs, {_total(machines, 'GPU')} GPUs")
+    task = ray.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"], max_retries=RETRIES)(_remote)
+    # A driver may run where the machines of the cluster share its folder, under the same path.
+    waiting = {task.remote(str(run.folder.resolve()), how): run for run in runs}
+    began = time.monotonic()
+    try:
+        while waiting:
+            done, _ = ray.wait([*waiting], num_returns=1)
+            run = waiting.pop(done[0])
+            try:
+                reason = ray.get(done[0])
+            except ray.exceptions.RayError as error:
+                reason = f"Ray gave up: {' '.join(str(error).split())}"
+            if reason is None and not run.finished:
+                reason = f"it ended on a machine that does not share the folder {run.folder}"
+            passed = time.monotonic() - began
+            ended = len(runs) - len(waiting)
+            print(
+                f"{run.config.label}: {'failed' if reason else 'done'} ({ended} of {len(runs)}), "
+                f"{console.duration(passed)}, about {console.duration(passed / ended * len(waiting))} left",
+                flush=True,
+            )
+            yield run, reason
+    finally:
+        for reference in waiting:
+            ray.cancel(reference, force=True)
+
+
+def _total(machines: Sequence[dict[str, float]], resource: str) -> str:
+    return f"{sum(have.get(resource, 0) for have in machines):g}"
+
+
+def _remote(folder: str, how: How) -> str | None:
+    """The task: ``attempt`` on the run in ``folder``."""
+    from parzen.lab.again import work_of
+
+    place = Path(folder)
+    if not place.exists():
+        return f"{folder} is not there on the machine {os.uname().nodename}: all machines must share it"
+    try:
+        run = Run.open(place)
+    except UserError as error:
+        return str(error)
+    torch.set_num_threads(how.cpus_per_run)
+    return attempt(run, work_of, how)
+
+
+# ---- one run on several GPUs ---------------------------------------------------------------------
+
+
+def torchrun(run: Run, how: How) -> None:
+    """Trains ``run`` with ``how.gpus_per_run`` processes; what they print goes to its log.txt.
+
+    Raises:
+        UserError: they failed.
+    """
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={how.gpus_per_run}", "-m", "parzen", "resume", str(run.folder)),
+        *("--device", how.device, *["--compile"] * how.compiled, *["--tensorboard"] * how.tensorboard),
+    ]
+    log = run.folder / LOG
+    with open(log, "ab") as file:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False, preexec_fn=_die_together
+        )
+    if done.returncode:
+        said = [line for line in log.read_text(errors="replace").splitlines() if "parzen: error" in line]
+        reason = said[-1].partition("parzen: error: ")[2] if said else f"exit status {done.returncode}"
+        raise UserError(f"{reason} (see {log})")
+
+
+def _die_together() -> None:
+    """Linux ends this process when its parent dies: nothing else may train the run then."""
+    if sys.platform == "linux":
+        death = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death, signal.SIGTERM)
