@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parzen.backends import Call, cpu, reference
+from parzen.backends import Call, cpu, engine, reference
+from parzen.backends.engine import number, three
 
 # Keys in a chunk, which is coded when it is full; a power of two, and a multiple of the engine's block.
 CHUNK = 1024
@@ -104,13 +105,13 @@ def run(call: Call, table: array, stored: torch.dtype, counts: tuple[Tensor, Ten
     b, h, t, e = q.shape
     o = q.new_empty((b, h, t, call.v.shape[3]))
     form = call.form
-    rows = [cpu._as(cpu._three(x), dtype) for x in (call.scale, form.level, form.r)]
+    rows = [cpu._as(three(x), dtype) for x in (call.scale, form.level, form.r)]
     engine = cpu._engine()
     assert engine is not None
     args = _ARGS.pack(
         b, h, call.k.shape[1], t, call.k.shape[2], e, o.shape[3], _STORED[stored],
         form.profile, form.rule, form.k, call.diagonal, call.left, call.right, torch.get_num_threads(),
-        cpu._number(call.scale), cpu._number(form.level), cpu._number(form.r),
+        number(call.scale), number(form.level), number(form.r),
         engine.parallel_for, table.buffer_info()[0], CHUNK,
         *cpu._view(q), *cpu._view(o), *cpu._view(call.mask), *(n for x in rows for n in cpu._view(x)),
         *(map(cpu._address, counts) if counts else (0, 0)),
