@@ -5,20 +5,21 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: help install demo check test test-all engine test-neon test-sanitize clean
+.PHONY: help install demo check test test-all docs engine test-neon test-sanitize clean
 
 help:
 	@echo "make demo      train a small Memory Mosaic with four kernels (about 4 minutes)"
 	@echo "make check     ruff and mypy"
 	@echo "make test      check, then the tests"
 	@echo "make test-all  the tests with the slow sweeps"
+	@echo "make docs      the site, in build/site; a warning is an error"
 	@echo "make engine    build the CPU engine in place; make test-neon, test-sanitize check it further"
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard parzen/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[lab,test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs,lab,test]'
 	touch $@
 
 # Threads that wait for a core taken by another program must not spin.
@@ -35,6 +36,11 @@ test: check
 
 test-all: check
 	$(BIN)/pytest -n $(WORKERS)
+
+docs: $(STAMP)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs auto \
+		--doctree-dir build/doctrees --conf-dir docs . build/site
+	@echo "open build/site/index.html"
 
 # The engine in place, for work on csrc without installing again.
 engine:
