@@ -4,17 +4,14 @@ import csv
 import io
 import json
 import math
-import shutil
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from run_folders import OFFSETS, add_run
 from scipy import stats
 
 from parzen.kernels import kernel
-from parzen.lab.config import RunConfig
 from parzen.lab.errors import UserError
 from parzen.lab.ledger import (
     CLAIMS,
@@ -31,53 +28,11 @@ from parzen.lab.ledger import (
     Results,
     write,
 )
-from parzen.lab.report import SCRIPT, against, group, latex, markdown, notes, report, to_csv
-from parzen.lab.runs import Run, find_runs
+from parzen.lab.report import against, group, latex, markdown, notes, report, to_csv
+from parzen.lab.runs import find_runs
 from parzen.lab.statistics import among, difference, mean
-from parzen.lab.tasks.stories import StoriesConfig
-from parzen.lab.train import TrainConfig
-from parzen.models.mosaic import MosaicConfig
 
 ROOT = Path(__file__).parent.parent
-WORDS = ["Once", " upon", "<script>alert(1)</script>", "$x_1$", "\n", "猫", "\ud800", "&amp;"]
-OFFSETS = {"gaussian": 0.0, "epanechnikov": -0.05, "biweight": -0.06, "knn_gaussian?k=4": -0.01}
-
-
-def results_of(kernel, layers, seed, loss):
-    rng = np.random.default_rng(seed)
-    size = len(WORDS)
-    weights = rng.random((layers, 4, size, size)) * np.tril(np.ones((size, size)), -1)
-    weights *= weights > (0 if kernel == "gaussian" else 0.5)
-    support = 20 * rng.random((layers, 4))
-    return {
-        "loss": loss,
-        "perplexity": math.exp(loss),
-        "tokens": 1,
-        "share_of_keys": 1.0 if kernel == "gaussian" else 0.1 + 0.01 * seed,
-        "support": support.tolist(),
-        "bandwidth": [[None] * 4] * layers,
-        "attention": {"words": WORDS, "layers": weights.tolist()},
-        "baselines": {"unigram": 5.8, "bigram": 4.0},
-    }
-
-
-def add_run(root, kernel="gaussian", layers=1, seed=0, offset=0.0, finished=True, results=None, steps=12):
-    model = MosaicConfig(vocab=17, layers=layers, heads=4, width=16, slots=8, kernel=kernel)
-    run = Run.create(root, RunConfig(StoriesConfig("a", "b", "c"), model, TrainConfig(steps), seed))
-    environment = {
-        "torch": "2",
-        "machine": "<b>x</b>",
-        "command": "/home/me/bin/parzen compare --data /a/b.txt",
-    }
-    (run.folder / "environment.json").write_text(json.dumps(environment))
-    loss = math.nan
-    for step in range(1, steps + 1 if finished else steps // 2):
-        loss = 2 + 4 / step + offset - 0.02 * layers + 0.01 * seed
-        run.log({"step": step, "tokens": step * 1000, "train_loss": loss, "loss": loss})
-    if finished:
-        found = results_of(kernel, layers, seed, loss) if results is None else results
-        (run.folder / "results.json").write_text(json.dumps(found))
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -248,95 +203,6 @@ def test_the_report_is_complete_and_the_same_again(folder, written, tmp_path):
     again = report(find_runs([folder]), tmp_path)
     assert all(path.read_bytes() == written[path.name].read_bytes() for path in again)
     assert written["index.html"].stat().st_size < 5_000_000
-
-
-class Reader(HTMLParser):
-    """Elements with their attributes, and the text outside scripts and styles."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.elements, self.text, self.open, self.code = [], "", [], ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-        self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.elements.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        while self.open and self.open.pop() != tag:
-            pass
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] in ("script", "style"):
-            self.code += data
-        else:
-            self.text += data
-
-
-def test_the_page_asks_for_nothing_and_data_is_only_text(written):
-    read = Reader(written["index.html"].read_text(encoding="utf-8"))
-    for tag, attributes in read.elements:
-        for name, value in attributes.items():
-            assert not name.startswith("on"), (tag, name)
-            if name in ("src", "href", "xlink:href", "action", "data", "srcset", "poster"):
-                assert value.startswith(("#", "data:")), (tag, name, value)
-            if "url(" in (value or ""):
-                assert "url(#" in value, (tag, name, value)
-    assert "@import" not in read.code
-    assert "url(" not in read.code
-    tags = [tag for tag, _ in read.elements]
-    # The one script is ours; the words of the sentence and of the environment are text.
-    assert tags.count("script") == 1
-    assert "<script>alert" in read.text
-    assert "b" not in tags
-    assert "<b>x</b>" in read.text
-    assert "&amp;" in read.text
-    assert "$x_1$" in read.text
-    assert "/home/me" not in read.text
-    assert "parzen compare --data b.txt" in read.text
-    ids = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
-    assert len(ids) == len(set(ids))
-
-
-def test_the_page_can_be_read_anywhere(written):
-    read = Reader(written["index.html"].read_text(encoding="utf-8"))
-    assert any(a.get("name") == "viewport" for t, a in read.elements if t == "meta")
-    assert "prefers-color-scheme: dark" in read.code
-    headers, buttons = (sum(tag == name for tag, _ in read.elements) for name in ("th", "button"))
-    assert headers == buttons == 18
-    # Text takes the colour of the page.
-    drawn = [a for t, a in read.elements if t == "text"]
-    assert drawn
-    assert any("currentColor" in (a.get("style") or "") for a in drawn)
-    assert sum(tag == "svg" for tag, _ in read.elements) == 2 + 8 + 8
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="no JavaScript here")
-def test_a_button_sorts_its_table():
-    """Numbers by value, what is no number last, either way: in a page of one column."""
-    cells = ["2.5 ± 9", "—", "−0.5", "+0.1", "1,000"]
-    code = f"""
-      const rows = {json.dumps(cells)}.map(t => ({{cells: [{{textContent: t}}]}}));
-      const body = {{rows, append: (...sorted) => {{ body.rows = sorted; }}}};
-      const head = {{cellIndex: 0, closest: () => ({{tBodies: [body]}}), get parentElement() {{
-        return {{children: [head]}}; }}, getAttribute: n => head[n],
-        setAttribute: (n, v) => {{ head[n] = v; }},
-        removeAttribute: n => {{ delete head[n]; }}}};
-      const button = {{parentElement: head, addEventListener: (_, f) => {{ button.click = f; }}}};
-      const document = {{querySelectorAll: () => [button]}};
-      {SCRIPT}
-      for (const _ of [1, 2]) {{
-        button.click();
-        console.log(JSON.stringify([head["aria-sort"], body.rows.map(r => r.cells[0].textContent)]));
-      }}"""
-    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
-    up, down = map(json.loads, done.stdout.splitlines())
-    assert up == ["ascending", ["−0.5", "+0.1", "2.5 ± 9", "1,000", "—"]]
-    assert down == ["descending", ["1,000", "2.5 ± 9", "+0.1", "−0.5", "—"]]
 
 
 @pytest.mark.parametrize(

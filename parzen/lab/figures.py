@@ -1,16 +1,22 @@
-"""Figures, as PNG or SVG bytes."""
+"""Figures: charts and maps as data, which a page can draw in its own way, and files of them, PNG or SVG."""
 
 from __future__ import annotations
 
 import io
 import math
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.ticker import EngFormatter
 
 from parzen.attention import weights
 from parzen.kernels import KERNELS, Everywhere, Exp, Kernel, Nearest, WithinMargin, WithinRadius
@@ -28,6 +34,11 @@ STYLE: Any = {
     "svg.hashsalt": "parzen",
 }
 COLORS = ("#1b6ca8", "#d1495b", "#e9a03b", "#2a9d63", "#7b5ea7", "#555555", "#a0683a", "#45b7c9")
+# Of the second and the third round of colours, in line widths.
+DASHES = ((), (1.5, 1.5), (5, 1.5, 1.5, 1.5))
+UNFINISHED = (4, 2)
+# Grey, also on a dark page: 0, which no colour of the map is.
+MAP = colormaps["viridis"].with_extremes(bad="#88888838")
 FORMATS = ("png", "svg")
 
 
@@ -46,6 +57,173 @@ def rendered(figure: Figure, form: str) -> bytes:
     metadata = {"Date": None} if form == "svg" else {"Software": None}
     figure.savefig(out, format=form, dpi=160, metadata=metadata)
     return out.getvalue()
+
+
+# Draws into its axes and returns what a colour bar is for, if it needs one.
+Panel = Callable[[Axes], AxesImage | None]
+
+
+def draw(panels: Sequence[Panel], size: tuple[float, float], form: str, columns: int = 1) -> bytes:
+    """``panels`` in rows of at most ``columns``, each of ``size`` inches, as PNG or SVG bytes."""
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    with rc_context({**STYLE, "text.parse_math": False}), warnings.catch_warnings():
+        # A box stands for a letter that the font lacks.
+        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+        axes: Any = figure.subplots(rows, columns, squeeze=False)
+        images = [panel(at) for panel, at in zip(panels, axes.flat, strict=False)]
+        if images[-1] is not None:
+            figure.colorbar(images[-1], ax=axes, shrink=0.9 / rows, anchor=(0, 1)).outline.set_visible(False)
+        for at in axes.flat[len(panels) :]:
+            at.set_axis_off()
+        return rendered(figure, form)
+
+
+# ---- charts and maps -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve.
+
+    Attributes:
+        name: in the legend.
+        x, y: its points.
+        half: half of the interval at each point; empty: there is none.
+        style: which colour, and beyond ``COLORS`` which dashes; one name has one style in all charts.
+        finished: else its line is broken.
+    """
+
+    name: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    half: tuple[float, ...] = ()
+    style: int = 0
+    finished: bool = True
+
+    @property
+    def color(self) -> int:
+        """Its place in ``COLORS``."""
+        return self.style % len(COLORS)
+
+    @property
+    def dashes(self) -> tuple[float, ...]:
+        """On and off, in line widths; empty: an unbroken line."""
+        return DASHES[self.style // len(COLORS) % len(DASHES)] if self.finished else UNFINISHED
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves with their intervals.
+
+    Attributes:
+        title, x_label, y_label: in words.
+        series: at least one point each.
+        limits: of the y that is shown.
+        bounds: of the values that y may have; an interval ends there.
+        ticks: of x, on a scale of doublings; empty: x is linear, from 0.
+        shaded: a range of x.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    series: tuple[Series, ...]
+    limits: tuple[float, float]
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+    ticks: tuple[int, ...] = ()
+    shaded: tuple[float, float] | None = None
+
+    def band(self, one: Series) -> tuple[np.ndarray, np.ndarray]:
+        """Both ends of the interval of ``one``; two empty arrays if there is none."""
+        y = np.array(one.y[: len(one.half)])
+        return np.clip(y - one.half, *self.bounds), np.clip(y + one.half, *self.bounds)
+
+    def __call__(self, axes: Axes) -> None:
+        """Draws it."""
+        for one in self.series:
+            style: Any = (0, one.dashes) if one.dashes else "-"
+            marker = "o" if self.ticks or len(one.x) == 1 else None
+            color, label = COLORS[one.color], one.name if one.finished else f"{one.name} (unfinished)"
+            axes.plot(one.x, one.y, ls=style, marker=marker, ms=3, lw=1.4, color=color, label=label)
+            if one.half:
+                axes.fill_between(one.x, *self.band(one), color=color, alpha=0.2, linewidth=0)
+        if self.shaded:
+            axes.axvspan(*self.shaded, color="#888888", alpha=0.15, linewidth=0)
+        if self.ticks:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(self.ticks, [str(tick) for tick in self.ticks])
+            axes.minorticks_off()
+        else:
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            axes.set_xlim(left=0)
+        axes.set_title(self.title)
+        axes.set(xlabel=self.x_label, ylabel=self.y_label, ylim=self.limits)
+        axes.grid(alpha=0.25)
+        if self.series:
+            axes.legend(fontsize=8)
+
+
+@dataclass(frozen=True, eq=False)
+class Map:
+    """A matrix as colours, which go by the square root.
+
+    Attributes:
+        title, part, row_label, column_label: in words; maps of one part belong together.
+        values: 0 or more.
+        rows, columns: what its lines are called.
+        top: the value of the last colour.
+        written: whether cells show their values (at most 16 a row fit); else 0, which is no small number,
+            has no colour.
+    """
+
+    title: str
+    part: str
+    row_label: str
+    column_label: str
+    values: np.ndarray
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    top: float
+    written: bool
+
+    def color(self, value: float) -> tuple[float, float, float]:
+        """Red, green and blue, each in [0, 1]."""
+        red, green, blue, _ = MAP(math.sqrt(min(1.0, value / self.top)))
+        return red, green, blue
+
+    def __call__(self, axes: Axes) -> AxesImage:
+        """Draws it."""
+        shown = self.values if self.written else np.ma.masked_equal(self.values, 0)
+        norm = PowerNorm(0.5, 0, self.top)
+        aspect: Any = "auto" if self.written else "equal"
+        image = axes.imshow(shown, norm=norm, cmap=MAP, aspect=aspect, interpolation="nearest")
+        for row, column in np.ndindex(self.values.shape) if self.written and len(self.columns) <= 16 else ():
+            value = self.values[row, column]
+            ink = on(self.color(value))
+            axes.text(column, row, f"{value:.3g}", ha="center", va="center", color=ink, fontsize=7)
+        words: Any = {} if self.written else {"fontsize": 7}
+        axes.set_xticks(range(len(self.columns)), self.columns, rotation=0 if self.written else 90, **words)
+        axes.set_yticks(range(len(self.rows)), self.rows, **words)
+        axes.tick_params(length=0)
+        axes.set_title(f"{self.title}, {self.part}")
+        axes.set(xlabel=self.column_label, ylabel=self.row_label)
+        return image
+
+
+def luminance(color: Sequence[float]) -> float:
+    """Relative luminance of an sRGB color, in [0, 1].
+
+    Source: Web Content Accessibility Guidelines 2.2.
+    """
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def on(color: Sequence[float]) -> str:
+    """ "black" or "white", whichever can be read on ``color``: their contrast is at least 4.5 to 1."""
+    return "black" if luminance(color) > 0.179 else "white"
 
 
 def _cycle(n: int) -> list[str]:

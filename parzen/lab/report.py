@@ -12,31 +12,30 @@ import json
 import math
 import re
 import shlex
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from matplotlib import colormaps, rc_context
-from matplotlib.axes import Axes
-from matplotlib.colors import PowerNorm
-from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
-from matplotlib.ticker import EngFormatter
 
 from parzen.kernels import KERNELS
-from parzen.lab import console, figures, statistics
+from parzen.lab import console, figures, page, statistics
 from parzen.lab.errors import UserError
-from parzen.lab.experiments import length
+from parzen.lab.figures import Chart, Map, Series
+from parzen.lab.figures import Panel as Panel
 from parzen.lab.files import write_whole
+from parzen.lab.page import NONE, Cell, Section
 from parzen.lab.runs import Run, read_json
 
+if TYPE_CHECKING:
+    from parzen.lab.ledger import Claim, Outcome
+
+Claims: TypeAlias = "Sequence[tuple[Claim, Outcome]]"
 # Of a sentence, on the axes of an attention map.
 MOST_WORDS = 24
-NONE = "—"
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -216,6 +215,9 @@ MEASURES: tuple[tuple[str, str, str], ...] = (
 )
 
 
+DIFFERENCE = "loss − gaussian"
+
+
 def _columns(groups: Sequence[Group]) -> list[tuple[str, str, str]]:
     """What is measured: those of ``MEASURES`` that are there, and exact match at each length."""
     tables = [run.results.get("exact_match") for one in groups for run in one.runs]
@@ -260,7 +262,7 @@ def _table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
         "kernel",
         "setting",
         *(c[1] for c in columns),
-        "loss − gaussian",
+        DIFFERENCE,
         "tokens",
         "tokens/s",
         "seeds",
@@ -384,91 +386,82 @@ def summary(groups: Sequence[Group]) -> str:
     return '{"groups": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
-# ---- panels --------------------------------------------------------------------------------------
-
-# Draws into its axes and returns what a colour bar is for, if it needs one.
-Panel = Callable[[Axes], AxesImage | None]
-# Grey, also on a dark page: 0, which no colour of the map is.
-MAP = colormaps["viridis"].with_extremes(bad="#88888838")
-# Takes the colour of the text around it once the figure is part of a page.
-TEXT = "#555555"
-PAGE: Any = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), TEXT),
-}
+# ---- figures -------------------------------------------------------------------------------------
 
 
-def draw(panels: Sequence[Panel], size: tuple[float, float], form: str, columns: int = 1) -> bytes:
-    """``panels`` in rows of at most ``columns``, each of ``size`` inches, as PNG or SVG bytes."""
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    with rc_context({**figures.STYLE, "text.parse_math": False}), warnings.catch_warnings():
-        # A box stands for a letter that the font lacks.
-        warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
-        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-        axes: Any = figure.subplots(rows, columns, squeeze=False)
-        images = [panel(at) for panel, at in zip(panels, axes.flat, strict=False)]
-        if images[-1] is not None:
-            figure.colorbar(images[-1], ax=axes, shrink=0.9 / rows, anchor=(0, 1)).outline.set_visible(False)
-        for at in axes.flat[len(panels) :]:
-            at.set_axis_off()
-        return figures.rendered(figure, form)
-
-
-def _color(name: str, groups: Sequence[Group]) -> str:
-    """The same for a kernel in all panels; the rows of the table come first, in its order."""
+def _style(name: str, groups: Sequence[Group]) -> int:
+    """The same for a kernel in all charts; the rows of the table of kernels come first, in its order."""
     names = sorted({one.name for one in groups}, key=lambda n: ([*KERNELS, n].index(n), n))
-    return figures.COLORS[names.index(name) % len(figures.COLORS)]
+    return names.index(name)
 
 
-def _loss_panel(setting: str, groups: Sequence[Group]) -> Panel:
+def _loss_charts(groups: Sequence[Group]) -> list[Chart]:
     """Mean validation loss over training tokens and, for two seeds or more, its interval among the groups."""
 
-    def panel(axes: Axes) -> AxesImage | None:
-        tops, bottoms = [], []
+    def chart(setting: str) -> Chart:
+        series, tops, bottoms = [], [], []
         shown = [one for one in groups if one.setting == setting and all(run.curve for run in one.runs)]
-        curves = {one: {run.seed: dict(run.curve) for run in one.runs} for one in shown}
         for one in shown:
-            shared = sorted(set.intersection(*map(set, curves[one].values())))
-            if not shared:
-                continue
+            # One evaluation is at the same step for all; the tokens by then may differ from seed to seed.
+            evaluations = range(min(len(run.curve) for run in one.runs))
             estimates = []
-            for t in shared:
+            for i in evaluations:
                 scores = {
-                    f"{other.name}, {other.finished}": {seed: c[t] for seed, c in by_seed.items() if t in c}
-                    for other, by_seed in curves.items()
+                    f"{other.name}, {other.finished}": {
+                        run.seed: run.curve[i][1] for run in other.runs if i < len(run.curve)
+                    }
+                    for other in shown
                 }
                 estimates.append(statistics.among(scores, f"{one.name}, {one.finished}"))
-            x, y = np.array(shared), np.array([e.mean for e in estimates])
-            color = _color(one.name, groups)
-            label = one.name if one.finished else f"{one.name} (unfinished)"
-            style = ("-" if one.finished else "--") if len(x) > 1 else "o"
-            axes.plot(x, y, style, color=color, label=label, markersize=3, linewidth=1.4)
-            if len(one.runs) > 1:
-                half = np.array([e.half() for e in estimates])
-                axes.fill_between(x, y - half, y + half, color=color, alpha=0.2, linewidth=0)
+            x = tuple(float(np.mean([run.curve[i][0] for run in one.runs])) for i in evaluations)
+            y = tuple(e.mean for e in estimates)
+            half = tuple(e.half() for e in estimates) if len(one.runs) > 1 else ()
+            series.append(Series(one.name, x, y, half, _style(one.name, groups), one.finished))
             # The first steps fall so far that nothing else could be seen.
             tops.append(y[min(len(y) - 1, len(y) // 5)])
-            bottoms.append(y.min())
-        axes.set_title(setting)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axes.set(xlabel="training tokens", ylabel="validation loss (nats per token)")
-        axes.set_xlim(left=0)
-        axes.grid(alpha=0.25)
-        if tops:
-            room = 0.06 * (max(tops) - min(bottoms)) or 0.1
-            axes.set_ylim(min(bottoms) - room, max(tops) + room)
-            axes.legend(fontsize=8)
-        return None
+            bottoms.append(min(y))
+        room = 0.06 * (max(tops, default=1) - min(bottoms, default=0)) or 0.1
+        limits = min(bottoms, default=0) - room, max(tops, default=1) + room
+        label = "validation loss (nats per token)"
+        return Chart(setting, "training tokens", label, tuple(series), limits)
 
-    return panel
+    return [chart(setting) for setting in dict.fromkeys(one.setting for one in groups)]
 
 
-def _title(one: Group) -> str:
-    return f"{one.name}, {one.setting}"
+# By source length: where results hold it, and what it is called.
+BY_LENGTH = (("exact_match", "exact match"), ("token_accuracy", "token accuracy"))
+
+
+def _length_charts(groups: Sequence[Group]) -> list[Chart]:
+    """Exact match and token accuracy over source length: means over seeds and Student t intervals."""
+
+    def chart(setting: str, key: str, label: str) -> Chart:
+        series = []
+        for one in groups:
+            tables: list[Any] = [run.results.get(key) for run in one.runs]
+            if one.setting != setting or not all(isinstance(table, Mapping) for table in tables):
+                continue
+            shared = sorted(set.intersection(*map(set, tables)), key=int)
+            estimates = [statistics.mean([table[at] for table in tables]) for at in shared]
+            y = tuple(e.mean for e in estimates)
+            half = tuple(e.half() for e in estimates) if len(tables) > 1 else ()
+            series.append(Series(one.name, tuple(map(int, shared)), y, half, _style(one.name, groups)))
+        task = next(one.config["task"] for one in groups if one.setting == setting)
+        return Chart(
+            f"{task['name']}, {setting}: {label}",
+            "source length",
+            label,
+            tuple(series),
+            limits=(-0.03, 1.03),
+            bounds=(0, 1),
+            ticks=tuple(sorted({int(x) for s in series for x in s.x})),
+            shaded=(task["shortest"], task["longest"]),
+        )
+
+    settings = dict.fromkeys(
+        one.setting for one in groups if any(run.results.get(BY_LENGTH[0][0]) for run in one.runs)
+    )
+    return [chart(setting, *measure) for setting in settings for measure in BY_LENGTH]
 
 
 def _matrices(one: Group, key: str) -> list[np.ndarray]:
@@ -484,30 +477,15 @@ def _matrices(one: Group, key: str) -> list[np.ndarray]:
     return [matrix for matrix in found if matrix.shape == found[0].shape]
 
 
-def _support_panels(groups: Sequence[Group]) -> list[Panel]:
+def _support_maps(groups: Sequence[Group]) -> list[Map]:
     """Mean number of keys with weight, over queries and seeds, by layer and head; one scale for all."""
     found = [(one, np.mean(m, axis=0)) for one in groups if (m := _matrices(one, "support"))]
-    top = max((float(matrix.max()) for _, matrix in found), default=1.0)
-    norm = PowerNorm(0.5, 0, top or 1.0)
-
-    def panel_of(one: Group, support: np.ndarray) -> Panel:
-        def panel(axes: Axes) -> AxesImage | None:
-            layers, heads = support.shape
-            image = axes.imshow(support, norm=norm, cmap=MAP, aspect="auto")
-            for layer, head in np.ndindex(layers, heads) if heads <= 16 else ():
-                value = support[layer, head]
-                dark = "black" if norm(value) > 0.6 else "white"
-                axes.text(head, layer, f"{value:.3g}", ha="center", va="center", color=dark, fontsize=7)
-            axes.set_title(_title(one))
-            axes.set(xlabel="head", ylabel="layer", xticks=range(heads), yticks=range(layers))
-            axes.set_xticklabels([str(head + 1) for head in range(heads)])
-            axes.set_yticklabels([str(layer + 1) for layer in range(layers)])
-            axes.tick_params(length=0)
-            return image
-
-        return panel
-
-    return [panel_of(one, support) for one, support in found]
+    top = max((float(matrix.max()) for _, matrix in found), default=1.0) or 1.0
+    maps = []
+    for one, support in found:
+        layers, heads = (tuple(str(i + 1) for i in range(n)) for n in support.shape)
+        maps.append(Map(one.name, one.setting, "layer", "head", support, layers, heads, top, written=True))
+    return maps
 
 
 def _words(one: Group) -> tuple[list[str], np.ndarray] | None:
@@ -530,180 +508,206 @@ def _visible(word: str) -> str:
     return printable if len(printable) <= 14 else f"{printable[:13]}…"
 
 
-def _attention_panels(groups: Sequence[Group]) -> list[Panel]:
-    """Who looks at whom: the mean over heads of the last layer; grey where every head gives 0."""
-
-    def panel_of(one: Group, words: list[str], weights: np.ndarray) -> Panel:
-        def panel(axes: Axes) -> AxesImage | None:
-            shown = [_visible(word) for word in words]
-            image = axes.imshow(
-                np.ma.masked_equal(weights, 0), cmap=MAP, vmin=0, vmax=1, interpolation="nearest"
+def _attention_maps(groups: Sequence[Group]) -> list[Map]:
+    """Who looks at whom: the mean over heads of the last layer."""
+    maps = []
+    for one in groups:
+        if found := _words(one):
+            shown = tuple(map(_visible, found[0]))
+            maps.append(
+                Map(one.name, one.setting, "looking", "looked at", found[1], shown, shown, 1.0, written=False)
             )
-            axes.set_title(_title(one))
-            axes.set_xticks(range(len(shown)))
-            axes.set_yticks(range(len(shown)))
-            axes.set_xticklabels(shown, rotation=90, fontsize=7)
-            axes.set_yticklabels(shown, fontsize=7)
-            axes.tick_params(length=0)
-            axes.set(xlabel="looked at", ylabel="looking")
-            return image
-
-        return panel
-
-    found = ((one, _words(one)) for one in groups)
-    return [panel_of(one, *words) for one, words in found if words]
+    return maps
 
 
-def _figures(groups: Sequence[Group]) -> dict[str, tuple[list[Panel], tuple[float, float], str]]:
-    """By file name: panels, the size of one, and what they show."""
-    settings = dict.fromkeys(one.setting for one in groups)
+@dataclass(frozen=True)
+class Plate:
+    """A figure: panels of one kind, each of ``size`` inches in a file; ``html`` makes it part of a page."""
+
+    title: str
+    panels: Sequence[Chart] | Sequence[Map]
+    size: tuple[float, float]
+    caption: str
+    html: Callable[[Any, str], str]
+
+
+def _plates(groups: Sequence[Group]) -> dict[str, Plate]:
+    """The figures, by file name; those for which there is something to show."""
     drawn = {
-        "loss": (
-            [_loss_panel(setting, groups) for setting in settings],
+        "length": Plate(
+            "Results by length",
+            _length_charts(groups),
+            (4.6, 3.6),
+            "Exact match and token accuracy by source length, the right target being read: the mean over "
+            "seeds and its 95 % interval. Grey: the lengths of training.",
+            page.charts,
+        ),
+        "loss": Plate(
+            "Validation loss",
+            _loss_charts(groups),
             (4.6, 3.6),
             "Validation loss while training: the mean over seeds. The band is its 95 % interval for "
             "comparing kernels, without what a seed does to all of them (Loftus and Masson); one seed has "
             "none. The first steps are above the picture.",
+            page.charts,
         ),
-        "support": (
-            _support_panels(groups),
+        "support": Plate(
+            "Support",
+            _support_maps(groups),
             (3.4, 2.4),
             "How many keys get a weight > 0, by layer and head: the mean over queries and seeds.",
+            page.maps,
         ),
-        "attention": (
-            _attention_panels(groups),
+        "attention": Plate(
+            "A sentence",
+            _attention_maps(groups),
             (3.6, 3.6),
-            "Weights on one sentence, the mean over the heads of the last layer, from 0 (dark) to 1 (light); "
-            "grey is 0 in every head, to the 4 digits kept.",
+            "Weights on one sentence: how much the word of a row looks at that of a column, from 0 (dark) to "
+            "1 (light); the mean over the heads of the last layer. Grey is 0 in every head, to the 4 digits "
+            "kept.",
+            page.maps,
         ),
     }
-    if by_length := length.panels(groups, lambda name: _color(name, groups)):
-        drawn["length"] = (
-            by_length,
-            (4.6, 3.6),
-            "Exact match and token accuracy by source length, the right target being read: the mean over "
-            "seeds and its 95 % interval. Grey: the lengths of training.",
-        )
-    return {name: entry for name, entry in drawn.items() if entry[0]}
+    return {name: plate for name, plate in drawn.items() if plate.panels}
 
 
 # ---- the page ------------------------------------------------------------------------------------
 
-HEADINGS = {"length": "Length", "loss": "Loss", "support": "Support", "attention": "A sentence"}
-
-STYLE = """
-:root { color-scheme: light dark;
-  --ink: #1c2024; --soft: #5a636c; --line: #d8dde2; --paper: #fff; --hot: #1b6ca8 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ec; --soft: #a9b2bb; --line: #3a424a; --paper: #15191d; --hot: #79b8e8 } }
-body { margin: 0 auto; padding: 1rem; max-width: 76rem; background: var(--paper); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem }
-p, figcaption { max-width: 44rem; margin: .4rem 0; color: var(--soft) }
-figure { margin: 0 }
-.wide { overflow-x: auto }
-.wide:focus-visible, button:focus-visible { outline: 2px solid var(--hot) }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem 1rem .3rem 0; text-align: left; white-space: nowrap;
-  border-bottom: 1px solid var(--line) }
-th button { all: unset; cursor: pointer; font-weight: 600 }
-th button:hover { color: var(--hot) }
-th[aria-sort=ascending] button::after { content: " ↑" }
-th[aria-sort=descending] button::after { content: " ↓" }
-.panels { display: grid; gap: 1rem;
-  grid-template-columns: repeat(auto-fill, minmax(min(100%, var(--least)), 1fr)) }
-svg { width: 100%; height: auto }
-"""
-
-# A button in each header sorts its table; numbers by value, and what is no number last.
-SCRIPT = """
-for (const button of document.querySelectorAll("th button")) button.addEventListener("click", () => {
-  const head = button.parentElement, body = head.closest("table").tBodies[0];
-  const down = head.getAttribute("aria-sort") === "ascending", sign = down ? -1 : 1;
-  for (const other of head.parentElement.children) other.removeAttribute("aria-sort");
-  head.setAttribute("aria-sort", down ? "descending" : "ascending");
-  const text = row => row.cells[head.cellIndex].textContent;
-  const value = row => parseFloat(text(row).replaceAll(",", "").replace("−", "-"));
-  const compare = (a, b) => {
-    const x = value(a), y = value(b);
-    if (isNaN(x) !== isNaN(y)) return isNaN(x) - isNaN(y);
-    return sign * (isNaN(x) ? text(a).localeCompare(text(b)) : x - y);
-  };
-  body.append(...[...body.rows].sort(compare));
-});
-"""
-
-
-def _html_table(headers: Sequence[str], rows: Sequence[Sequence[str]], label: str) -> str:
-    head = "".join(f'<th scope="col"><button type="button">{escape(h)}</button></th>' for h in headers)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>\n" for row in rows)
-    return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(label)}"><table>'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table></div>\n"
-    )
-
-
-def _inline(svg: bytes, prefix: str) -> str:
-    """A figure as part of a page: no header, ids of its own, the page's text colour and font."""
-    text = svg.decode()
-    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", text)
-    return text.replace(TEXT, "currentColor").replace("'DejaVu Sans', ", "")
-
 
 def _command(text: str) -> str:
-    """Without the folders of the machine that it ran on."""
+    """As it is typed, and without the folders of the machine that it ran on."""
     try:
         words = shlex.split(text)
     except ValueError:
         return text
+    if words and Path(words[0]).name in ("cli.py", "__main__.py"):
+        words[0] = "parzen"
     return shlex.join(Path(word).name if word.startswith("/") else word for word in words)
 
 
-def _environments(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    said = ("parzen", "commit", "torch", "machine")
-    headers = ["run", "kernel", "setting", "seed", "evaluations", *said, "command"]
-    rows = []
-    for one in groups:
-        for run in one.runs:
-            known = [str(run.environment.get(key, NONE)) for key in said]
-            command = _command(str(run.environment.get("command", NONE)))
-            rows.append(
-                [run.name, one.name, one.setting, str(run.seed), str(len(run.curve)), *known, command]
-            )
-    return headers, rows
+def _results_section(groups: Sequence[Group]) -> Section:
+    """The table, what needs no model last, with pictures of the differences."""
+    headers, rows = _table(groups)
+    without = len(rows) - len(groups)
+    differences = [*(against(one, groups) for one in groups), *[None] * without]
+    reach = max((abs(e.mean) + (e.half() if e.freedom else 0) for e in differences if e), default=0)
+    at = headers.index(DIFFERENCE)
+    shown: list[list[str | Cell]] = []
+    for row, difference in zip(rows[without:] + rows[:without], differences, strict=True):
+        picture = page.whisker(difference, reach) if reach else ""
+        shown.append([*row[:at], Cell(row[at], picture), *row[at + 1 :]])
+    return Section("results", "Results", page.table(headers, shown, "Results"))
 
 
-def page(groups: Sequence[Group]) -> str:
-    """Everything in one HTML file that asks the network for nothing."""
-    parts = []
-    with rc_context(PAGE):
-        for name, (panels, size, caption) in _figures(groups).items():
-            drawings = "".join(
-                _inline(draw([panel], size, "svg"), f"{name}{i}-") for i, panel in enumerate(panels)
-            )
-            parts.append(
-                f"<h2>{HEADINGS[name]}</h2>\n<figure><figcaption>{escape(caption)}</figcaption>"
-                f'<div class="panels" style="--least:{5 * size[0]:.0f}rem">{drawings}</div></figure>\n'
-            )
-    said = "".join(f"<p>{escape(note)}</p>\n" for note in notes(groups))
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<link rel="icon" href="data:,">\n<title>parzen report</title>\n'
-        f"<style>{STYLE}</style></head>\n<body>\n"
-        f"<h1>{sum(len(one.runs) for one in groups)} runs</h1>\n{said}"
-        f"<h2>Results</h2>\n{_html_table(*_table(groups), 'results')}{''.join(parts)}"
-        f"<h2>Runs</h2>\n{_html_table(*_environments(groups), 'runs')}"
-        f"<script>{SCRIPT}</script>\n</body></html>\n"
+# By verdict, without its emphasis: the class of its colour, and a sign for those who see no colours.
+SIGNS = {
+    "holds": ("holds", "✓"),
+    "does not hold": ("fails", "✗"),
+    "cannot tell": ("unsure", "?"),
+    "not run": ("absent", "–"),
+}
+
+
+def _claims_section(claims: Claims) -> Section:
+    verdicts = [outcome.verdict.strip("*") for _, outcome in claims]
+    count = Counter(verdicts)
+    counts = "".join(
+        f'<li class="{kind}"><b>{count[verdict]}</b>{verdict}</li>'
+        for verdict, (kind, _) in SIGNS.items()
+        if count[verdict]
+    )
+    rows: list[list[str | Cell]] = [
+        [
+            Cell(claim.text, f"<small>{escape(str(claim.decide))}</small>", "long"),
+            Cell(f"{SIGNS[verdict][1]} {verdict}", kind=SIGNS[verdict][0]),
+            Cell(outcome.result or NONE, kind="result"),
+            claim.id,
+        ]
+        for (claim, outcome), verdict in zip(claims, verdicts, strict=True)
+    ]
+    headers = ["claim", "verdict", "result", "row of the ledger"]
+    return Section(
+        "claims", "Claims", f'<ul class="verdicts">{counts}</ul>\n{page.table(headers, rows, "Claims")}'
     )
 
 
-def report(runs: Sequence[Run], to: Path) -> list[Path]:
+def _runs_section(groups: Sequence[Group]) -> Section:
+    """How to get these runs again: their commands, what all have in common, and what each has of its own."""
+    runs = [(one, run) for one in groups for run in one.runs]
+    commands = Counter(_command(str(run.environment.get("command", ""))) for _, run in runs)
+    environments = [
+        {k: _plain(v) for k, v in flat(run.environment) if k not in ("command", "started")} for _, run in runs
+    ]
+    own = _varying(environments)
+    shared = {k: v for k, v in environments[0].items() if k not in own} if environments else {}
+    configs = [dict(flat(one.config)) for one in groups]
+    settings = {k: _plain(v) for k, v in configs[0].items() if k not in _varying(configs)} if configs else {}
+    headers = ["run", "kernel", "setting", "seed", "evaluations", *own, "started"]
+    rows: list[list[str]] = [
+        [
+            run.name,
+            one.name,
+            one.setting,
+            str(run.seed),
+            str(len(run.curve)),
+            *(known.get(key, NONE) for key in own),
+            str(run.environment.get("started", NONE)),
+        ]
+        for (one, run), known in zip(runs, environments, strict=True)
+    ]
+    body = "<h3>Commands</h3>\n" + "".join(page.command(text) for text in commands if text)
+    body += f"<h3>Environment of all runs</h3>\n{page.pairs(shared)}"
+    body += page.folded("Settings of all runs", page.pairs(settings), "setting")
+    return Section("runs", "Runs", f"{body}<h3>Each run</h3>\n{page.table(headers, rows, 'Runs')}")
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _lead(groups: Sequence[Group]) -> tuple[str, list[str]]:
+    """The title of the page and what is said below it."""
+    tasks = [one.config["task"] for one in groups]
+    kinds = dict.fromkeys(" ".join(str(t[k]) for k in ("kind", "name") if k in t) for t in tasks)
+    n = sum(len(one.runs) for one in groups)
+    names, settings = (
+        dict.fromkeys(found) for found in ([g.name for g in groups], [g.setting for g in groups])
+    )
+    return f"{', '.join(kinds)}: {n} run{'s' * (n != 1)}", [
+        f"Compared: {', '.join(names)}; {'; '.join(settings)}.",
+        *notes(groups),
+    ]
+
+
+def html(groups: Sequence[Group], claims: Claims = ()) -> str:
+    """Everything as one HTML page; see ``parzen.lab.page``."""
+    title, said = _lead(groups)
+    sections = [_claims_section(claims)] if claims else []
+    sections.append(_results_section(groups))
+    sections += [
+        Section(name, plate.title, plate.html(plate.panels, plate.caption))
+        for name, plate in _plates(groups).items()
+    ]
+    return page.document(title, page.paragraphs(said), [*sections, _runs_section(groups)])
+
+
+def report(runs: Sequence[Run], to: Path, claims: Claims = ()) -> list[Path]:
     """Writes the report of ``runs`` into the folder ``to`` and returns its files.
 
-    table.md, table.csv, table.tex; loss, support and attention as .png and .svg, as far as the runs hold
-    them; summary.json, from which the ledger is made; index.html.
+    table.md, table.csv, table.tex; length, loss, support and attention as .png and .svg, as far as the runs
+    hold them; summary.json, from which the ledger is made; index.html.
+
+    Args:
+        runs: finished or not.
+        to: made if it is not there.
+        claims: what the page says first: pairs of a claim of the ledger and its outcome, in order. A claim
+            is decided on summaries, so write these first::
+
+                write_whole(to / "summary.json", summary(group(runs)).encode())
+                results = Results(root)
+                report(runs, to, [(claim, claim.decide(results)) for claim in CLAIMS if …])
 
     Raises:
         UserError: a damaged run, or a folder that cannot be written.
@@ -714,12 +718,12 @@ def report(runs: Sequence[Run], to: Path) -> list[Path]:
         "table.csv": to_csv(groups),
         "table.tex": latex(groups),
         "summary.json": summary(groups),
-        "index.html": page(groups),
+        "index.html": html(groups, claims),
     }
     files = {name: text.encode(errors="replace") for name, text in texts.items()}
-    for name, (panels, size, _) in _figures(groups).items():
+    for name, plate in _plates(groups).items():
         for form in figures.FORMATS:
-            files[f"{name}.{form}"] = draw(panels, size, form, columns=4)
+            files[f"{name}.{form}"] = figures.draw(plate.panels, plate.size, form, columns=4)
     for name, data in files.items():
         write_whole(to / name, data)
     return [to / name for name in files]
