@@ -113,6 +113,6 @@ def choose(call: Call, name: str = "auto") -> tuple[str, ModuleType]:
 
 
 # At the end: the backends import Call from here.
-from parzen.backends import cpu, reference, sdpa  # noqa: E402
+from parzen.backends import cpu, reference, sdpa, triton  # noqa: E402
 
-BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "cpu": cpu, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "cpu": cpu, "triton": triton, "reference": reference}

@@ -322,4 +322,4 @@ def support(call: Call) -> Tensor:
     reason = why_not(call)
     if reason is not None:
         raise ValueError(reason)
-    return engine.forward(*engine.arguments("cpu", call), True)[3]
+    return engine.run_forward(*engine.arguments("cpu", call), True)[3]

@@ -30,8 +30,6 @@ INPUTS = (
 # numbers are led by the engine's name.
 TENSORS, _SEED, _DROPOUT = 12, 9, 10
 _NUMBERS = 1 + 13
-
-
 # Where what forward saved begins among the arguments of a backward.
 _SAVED = 1 + TENSORS + _NUMBERS
 
@@ -94,7 +92,7 @@ def _refuse_packed(args: Sequence[Any]) -> None:
         raise RuntimeError("packed sequences have no vmap rule: pack the samples instead")
 
 
-def forward(*args: Any) -> tuple[Tensor, ...]:
+def run_forward(*args: Any) -> tuple[Tensor, ...]:
     """The engine's forward operator on these arguments."""
     operator = getattr(torch.ops.parzen, f"{args[TENSORS]}_forward")
     return operator(*args[:TENSORS], *args[TENSORS + 1 :])
@@ -105,7 +103,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, ...]:
-        return forward(*args, True)
+        return run_forward(*args, True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -168,9 +166,7 @@ class _Backward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         do, *tensors = ctx.saved_tensors
         if ctx.numbers[_DROPOUT] > 0:
-            raise RuntimeError(
-                "there is no second derivative with dropout_p > 0; use dropout_p = 0"
-            )
+            raise RuntimeError("there is no second derivative with dropout_p > 0; use dropout_p = 0")
         # q, k, v, and those of bias, slopes, scale, level and r that have a gradient.
         chosen = [0, 1, 2] + [4 + n for n, need in enumerate(ctx.needs) if need]
 
@@ -283,7 +279,7 @@ def apply(args: tuple[Any, ...]) -> Tensor:
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:TENSORS])
     if learns or torch._C._are_functorch_transforms_active():
         return _Attention.apply(*args)[0]
-    return forward(*args, False)[0]
+    return run_forward(*args, False)[0]
 
 
 def run_varlen(

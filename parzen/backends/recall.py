@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parzen.backends import Call, cpu, engine, reference
+from parzen.backends import Call, cpu, reference
 from parzen.backends.engine import number, three
 
 # Keys in a chunk, which is coded when it is full; a power of two, and a multiple of the engine's block.
