@@ -15,8 +15,9 @@ from torch.testing import assert_close
 from parzen import weights
 from parzen.backends import cpu
 from parzen.kernels import KERNELS
+from parzen.memory import KeyValueMemory
 from parzen.models.generate import generate
-from parzen.models.mosaic import ContextualMemory, Mosaic, MosaicConfig, PersistentMemory
+from parzen.models.mosaic import ContextualMemory, Mosaic, MosaicConfig, Pairs, PersistentMemory
 from parzen.models.scan import gated_sum, leaky_sum
 
 SMALL = MosaicConfig(vocab=23, layers=2, heads=3, width=12, slots=7, dropout=0.0)
@@ -297,8 +298,8 @@ def test_prefill_leaves_the_state_that_steps_leave(length, options):
     logits, state = model.prefill(tokens[:, :length])
     assert_close(logits, steps[:, -1], rtol=0, atol=1e-11)
     for (a, p), (b, q) in zip(state, stepped, strict=True):
-        assert a.pairs.count == length - 1
-        assert_close((a.pairs.key, a.pairs.value), (b.pairs.key, b.pairs.value), rtol=1e-9, atol=1e-11)
+        assert len(a.pairs) == length - 1
+        assert_close((a.pairs.keys, a.pairs.values), (b.pairs.keys, b.pairs.values), rtol=1e-9, atol=1e-11)
         assert_close((a.key, a.value, a.keys, p), (b.key, b.value, b.keys, q), rtol=1e-9, atol=1e-11)
     rest, _ = model.prefill(tokens[:, length:], state)
     assert_close(rest, model(tokens)[:, -1], rtol=0, atol=1e-11)
@@ -322,11 +323,11 @@ def test_a_value_waits_for_the_token_after_it():
     with torch.no_grad():
         y, state = memory.extend(x[:, :1], memory.initial_state(1))
         assert_close(y, torch.zeros_like(y))
-        assert state.pairs.count == 0
+        assert len(state.pairs) == 0
         _, state = memory.extend(x[:, 1:], state)
     u = memory.values.project(x).view(3, 3, 4).transpose(0, 1)
-    assert_close(state.pairs.value[0], F.normalize(u[:, 1:], dim=-1) * math.exp(-0.5))
-    assert_close(state.pairs.key, memory.keys(x)[:, :, :-1])
+    assert_close(state.pairs.values[0], F.normalize(u[:, 1:], dim=-1) * math.exp(-0.5))
+    assert_close(state.pairs.keys, memory.keys(x)[:, :, :-1])
 
 
 def test_ties_at_the_kth_key_are_all_kept_in_both_forms():
@@ -364,8 +365,9 @@ def test_storing_a_pair_rarely_moves_the_others():
     assert len(places) <= 6
 
 
-def test_a_copied_state_goes_its_own_way():
-    model = small()
+@pytest.mark.parametrize("kernel", ["gaussian", "biweight"])
+def test_a_copied_state_goes_its_own_way(kernel):
+    model = small(kernel)
     tokens = some_tokens(1, 30)
     _, state = model.prefill(tokens[:, :20])
     other = copy.deepcopy(state)
@@ -375,6 +377,66 @@ def test_a_copied_state_goes_its_own_way():
         model.step(tokens[:, 20], state)
 
 
+engine = pytest.mark.skipif(not cpu.info()["built"], reason="the CPU engine is not built")
+
+
+@engine
+@each_variant
+@pytest.mark.parametrize("kernel", ["sparsemax", "biweight", "relumax", "uniform?radius=0.3"])
+def test_steps_from_a_memory_are_the_parallel_form(kernel, options):
+    """Over chunks that are coded, the last one unfinished; in float32 as near as the parallel form itself."""
+    model, length = small(kernel, **options), 2500
+    tokens = some_tokens(2, length + 4)
+    with torch.no_grad():
+        expected = model(tokens)[:, length - 1 :]
+    for dtype in (torch.float64, torch.float32):
+        model.to(dtype)
+        first, state = model.prefill(tokens[:, :length])
+        rows = torch.tensor([1, 0])
+        state = [(stored.select(rows), tuple(k[rows] for k in keys)) for stored, keys in state]
+        logits = [first.flip(0)]
+        for column in tokens[:, length:].flip(0).unbind(1):
+            now, state = model.step(column, state)
+            logits.append(now)
+        with torch.no_grad():
+            parallel = model(tokens)[:, length - 1 :].double() - expected
+        error = torch.stack(logits, 1).flip(0).double() - expected
+        assert error.abs().max() < 3 * parallel.abs().max() + 1e-12
+        memories = [stored.pairs for stored, _ in state]
+        assert all(type(m) is KeyValueMemory and len(m) == length + 3 for m in memories)
+
+
+@engine
+def test_a_memory_is_for_compact_kernels_without_gradients():
+    tokens = some_tokens(1, 40)
+    for kernel, kind in (("gaussian", Pairs), ("biweight", KeyValueMemory)):
+        model = small(kernel)
+        assert type(model.prefill(tokens)[1][0][0].pairs) is kind
+        assert type(model.extend(tokens, model.initial_state(1))[1][0][0].pairs) is Pairs
+        for block in model.blocks:
+            block.mixer.dropout.p = 0.5
+        assert type(model.train().prefill(tokens)[1][0][0].pairs) is Pairs
+
+
+@engine
+def test_gradients_flow_after_what_was_read_without():
+    model = small("biweight")
+    tokens = some_tokens(2, 60)
+    gradients = []
+    for last in (0, 1):
+        state = model.initial_state(2)
+        with torch.no_grad():
+            _, state = model.extend(tokens[:, :40], state)
+            if last == 0:
+                state = [(replace(s, pairs=Pairs(s.pairs.keys, s.pairs.values)), keys) for s, keys in state]
+        x, _ = model.extend(tokens[:, 40:], state)
+        model.zero_grad()
+        x.square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-11)
+    assert len(gradients[0]) > 10
+
+
 def peak_memory():
     """In bytes, since this process started."""
     resource = pytest.importorskip("resource")
@@ -382,7 +444,7 @@ def peak_memory():
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-@pytest.mark.skipif(not cpu.info()["built"], reason="the CPU engine is not built")
+@engine
 def test_a_sparse_kernel_reads_65536_tokens_in_little_memory():
     """All scores of one head in one layer would take 16 GiB."""
     model = Mosaic(replace(SMALL, layers=1, heads=1, width=8, kernel="biweight")).eval()

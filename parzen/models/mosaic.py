@@ -19,6 +19,7 @@ cancels it.
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,7 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parzen.attention import attention
+from parzen.backends import recall
 from parzen.kernels import Kernel, Number, kernel
+from parzen.memory import KeyValueMemory
 from parzen.models.backbone import Backbone, Block
 from parzen.models.scan import gated_sum, leaky_sum
 from parzen.nn import BANDWIDTHS, Bandwidth
@@ -207,39 +210,41 @@ class ValueExtractor(nn.Module):
 class Pairs:
     """Stored keys and values, (B, H, n, E) each, in a buffer that doubles when it is full.
 
-    So storing a pair takes constant time on average. A buffer is written in place: whoever goes on from
-    one state in two ways must copy it first.
+    So storing a pair takes constant time on average. A buffer is written in place: whoever goes on from one
+    state in two ways must copy it first. A ``KeyValueMemory`` with gradients, for kernels that read it all.
     """
 
-    def __init__(self, empty: Tensor) -> None:
-        self.count = 0
-        self._buffer = torch.stack((empty, empty))
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        self._count = keys.shape[2]
+        self._buffer = torch.stack((keys, values))
+
+    def __len__(self) -> int:
+        """How many pairs each head stores."""
+        return self._count
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Store (B, H, n, E) more of each."""
-        start, self.count = self.count, self.count + key.shape[2]
+        start, self._count = self._count, self._count + key.shape[2]
         room = self._buffer.shape[3]
-        if self.count > room:
-            more = max(room, self.count - room, 16)
+        if self._count > room:
+            more = max(room, self._count - room, 16)
             self._buffer = F.pad(self._buffer, (0, 0, 0, more))
-        self._buffer[0, :, :, start : self.count] = key
-        self._buffer[1, :, :, start : self.count] = value
+        self._buffer[0, :, :, start : self._count] = key
+        self._buffer[1, :, :, start : self._count] = value
 
-    def select(self, rows: Tensor) -> Pairs:
-        """A copy of these sequences' pairs, ``rows`` (n,) saying which."""
-        pairs = Pairs(self._buffer[0, rows, :, :0])
-        pairs.append(self.key[rows], self.value[rows])
-        return pairs
+    def reorder(self, index: Tensor) -> None:
+        """Sequence i goes on from what sequence ``index[i]`` has stored; a copy."""
+        self._buffer = self._buffer[:, index]
 
     @property
-    def key(self) -> Tensor:
+    def keys(self) -> Tensor:
         """The stored keys."""
-        return self._buffer[0, :, :, : self.count]
+        return self._buffer[0, :, :, : self._count]
 
     @property
-    def value(self) -> Tensor:
+    def values(self) -> Tensor:
         """The stored values."""
-        return self._buffer[1, :, :, : self.count]
+        return self._buffer[1, :, :, : self._count]
 
 
 @dataclass(frozen=True)
@@ -257,13 +262,14 @@ class Stored:
     keys: State
     key: Tensor
     value: Tensor
-    pairs: Pairs
+    pairs: Pairs | KeyValueMemory
     count: int
 
     def select(self, rows: Tensor) -> Stored:
         """A copy of what is known of these sequences, ``rows`` (n,) saying which."""
-        keys = tuple(k[rows] for k in self.keys)
-        return Stored(keys, self.key[rows], self.value[rows], self.pairs.select(rows), self.count)
+        keys, pairs = tuple(k[rows] for k in self.keys), copy(self.pairs)
+        pairs.reorder(rows)
+        return Stored(keys, self.key[rows], self.value[rows], pairs, self.count)
 
 
 BlockState = tuple[Stored, State]
@@ -298,7 +304,7 @@ class ContextualMemory(nn.Module):
     def initial_state(self, batch: int) -> Stored:
         """Nothing stored."""
         empty = self.values.initial_state(batch)
-        return Stored(self.keys.initial_state(batch), empty, empty, Pairs(empty), 0)
+        return Stored(self.keys.initial_state(batch), empty, empty, Pairs(empty, empty), 0)
 
     def extend(self, x: Tensor, state: Stored) -> tuple[Tensor, Stored]:
         """The next positions, (B, n, D) → (B, n, D), and the state after them; the old one is used up.
@@ -306,19 +312,36 @@ class ContextualMemory(nn.Module):
         Raises:
             ValueError: a state that was used up before.
         """
-        pairs = state.pairs
-        if pairs.count != state.count:
+        if len(state.pairs) != state.count:
             raise ValueError("this state was read on from before; to go on in two ways, deepcopy it first")
         query, keys = self.keys.extend(x, state.keys)
         key = torch.cat((state.key, query), 2)
         value, last = self.values.extend(x, state.value)
+        pairs = self._store(state.pairs, query)
         pairs.append(key[:, :, :-1], value)
         # The first position of all has no pair to recall.
         blank = 1 - state.key.shape[2]
-        scale = self._scale(x[:, blank:], pairs.count)
-        y = self._recall(query[:, :, blank:], pairs.key, pairs.value, scale)
+        query, scale = query[:, :, blank:], self._scale(x[:, blank:], len(pairs))
+        if isinstance(pairs, Pairs):
+            y = self._recall(query, pairs.keys, pairs.values, scale)
+        else:
+            y = pairs.attend(query, is_causal=True, scale=scale)
         y = F.pad(y, (0, 0, blank, 0))
-        return self._write(y), Stored(keys, key[:, :, -1:].clone(), last, pairs, pairs.count)
+        return self._write(y), Stored(keys, key[:, :, -1:].clone(), last, pairs, len(pairs))
+
+    def _store(self, pairs: Pairs | KeyValueMemory, key: Tensor) -> Pairs | KeyValueMemory:
+        """The same pairs in what serves now: a memory where it reads fewer of them and needs no gradients."""
+        random = self.training and self.dropout.p > 0
+        memory = self.kernel.compact and not random and not torch.is_grad_enabled()
+        memory = memory and recall.why_not(key) is None
+        if memory == isinstance(pairs, KeyValueMemory):
+            return pairs
+        k, v = pairs.keys, pairs.values
+        if not memory:
+            return Pairs(k, v)
+        new = KeyValueMemory(self.kernel, k.shape[1], k.shape[3], dtype=k.dtype)
+        new.append(k, v)
+        return new
 
     def _scale(self, x: Tensor, pairs: int) -> Number:
         """1/h² of the queries at x, the last of which sees so many pairs and each one fewer before it."""
