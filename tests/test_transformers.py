@@ -1,5 +1,6 @@
 """Kernels as attention implementations of transformers, in its own models with random weights."""
 
+import copy
 import warnings
 
 import pytest
@@ -8,10 +9,11 @@ import transformers
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import Dataset
-from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import parzen
-from parzen.integrations.transformers import attention_function, register
+from parzen.integrations.transformers import MemoryCache, MemoryLayer, attention_function, register
 from parzen.kernels import KERNELS
 
 register()
@@ -317,6 +319,138 @@ def test_generate_with_an_encoder():
     for cache in ("dynamic", "static"):
         got = model.generate(**given, **options, cache_implementation=cache, disable_compile=True)
         assert (got == expected).all()
+
+
+# ---- a memory as the cache -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("padding", [0, 2])
+def test_generate_from_a_memory_is_what_reading_everything_again_gives(name, padding):
+    model, given = make(name), inputs(name)
+    given["attention_mask"][0, :padding] = 0
+    cache = MemoryCache(model)
+    got = model.generate(**given, max_new_tokens=6, do_sample=False, cache=cache)
+    assert (got == written_anew(model, given, 6)).all()
+    assert cache.get_seq_length() == 9 + 5
+    kinds = [type(layer) for layer in cache.layers]
+    assert kinds == [DynamicSlidingWindowLayer if name == "gemma3" else MemoryLayer, MemoryLayer]
+
+
+def read_in_parts(model, cache, parts, mask=None):
+    """The logits of all tokens, given in parts."""
+    logits, seen = [], 0
+    with torch.no_grad():
+        for part in parts:
+            seen += part.shape[1]
+            now = {} if mask is None else {"attention_mask": mask[:, :seen]}
+            if mask is not None:
+                now["position_ids"] = (mask[:, :seen].cumsum(1) - 1).clamp(min=0)[:, -part.shape[1] :]
+            logits.append(model(part, cache=cache, use_cache=True, **now).logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("kernel", [*CHOSEN[:-1], "uniform?radius=4"])
+def test_a_memory_over_several_chunks_reads_what_a_dynamic_cache_reads(kernel, padding):
+    """Of 2,160 keys two chunks are coded; both kinds of cache are held to float64."""
+    register(kernel)
+    model = make("llama", f"parzen:{kernel}", max_position_embeddings=4096)
+    tokens = inputs("llama", 2160)["input_ids"]
+    mask = torch.ones_like(tokens)
+    mask[0, :padding] = 0
+    parts, seen = tokens.split([2100, 1, 40, 17, 1, 1], 1), mask.bool()
+    mask = mask if padding else None
+    ours, theirs = (read_in_parts(model, cache(model), parts, mask) for cache in (MemoryCache, dynamic))
+    model.double()
+    got, exact = (read_in_parts(model, cache(model), parts, mask) for cache in (MemoryCache, dynamic))
+    assert_close(got[seen], exact[seen], rtol=0, atol=1e-9)
+    error, rounding = ((x.double() - exact)[seen].abs().max() for x in (ours, theirs))
+    assert error < 3 * rounding < 0.1
+
+
+def dynamic(model):
+    return DynamicCache(config=model.config)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_beams_from_a_memory(name):
+    model, given = make(name), inputs(name)
+    options = {"max_new_tokens": 8, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+    expected = model.generate(**given, **options)
+    assert (model.generate(**given, **options, cache=MemoryCache(model)) == expected).all()
+    # Or no row ever changed its place.
+    assert len({tuple(row) for row in expected.tolist()}) == 4
+
+
+def test_guessed_tokens_are_taken_back_from_a_memory():
+    model, given = make("llama"), inputs("llama", batch=1)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    cache = MemoryCache(model)
+    cropped = []
+    cache.crop = lambda n, crop=cache.crop: (cropped.append(n), crop(n))
+    got = model.generate(**given, **options, prompt_lookup_num_tokens=3, cache=cache)
+    assert (got == model.generate(**given, **options)).all()
+    assert min(cropped) < 0
+
+
+def test_what_a_memory_cache_takes_back_copies_and_selects():
+    model, tokens = make("llama"), inputs("llama", 14, batch=3)["input_ids"]
+
+    def logits(part, cache):
+        return read_in_parts(model, cache, [part])
+
+    with torch.no_grad():
+        expected = model(tokens, use_cache=False).logits
+    cache = MemoryCache(model)
+    logits(tokens[:, :9], cache)
+    logits(tokens[:, :3], cache)
+    cache.crop(-3)
+    assert cache.get_seq_length() == 9
+    twin = copy.deepcopy(cache)
+    assert_close(logits(tokens[:, 9:], cache), expected[:, 9:], rtol=1e-4, atol=1e-4)
+    twin.batch_select_indices(torch.tensor([2, 0]))
+    twin.batch_repeat_interleave(2)
+    rows = torch.tensor([2, 2, 0, 0])
+    assert_close(logits(tokens[rows, 9:], twin), expected[rows, 9:], rtol=1e-4, atol=1e-4)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert_close(logits(tokens[:2, :6], cache), expected[:2, :6], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="counts down from 0, got 2"):
+        cache.crop(2)
+    with pytest.raises(ValueError, match="length must be an integer in 0 … 6, got -1"):
+        cache.crop(-7)
+
+
+def test_weights_and_matched_scales_from_a_memory():
+    model, tokens = make("llama", "eager"), inputs("llama")["input_ids"]
+    parzen.nn.convert(model, "biweight")
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.parzen.gain = 0.5 + torch.arange(4) / (i + 2)
+    with torch.no_grad():
+        expected = model(tokens, output_attentions=True)
+        got = model(tokens, output_attentions=True, cache=MemoryCache(model), use_cache=True)
+    assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    assert_close(got.attentions, expected.attentions, rtol=1e-4, atol=1e-4)
+
+
+def test_a_memory_cache_says_what_it_is_not_for():
+    model, given = make("llama", attention_dropout=0.5), inputs("llama")
+    with pytest.raises(RuntimeError, match="key requires a gradient, and a memory has none"):
+        model(**given, cache=MemoryCache(model), use_cache=True)
+    cache = MemoryCache(model)
+    with torch.no_grad(), pytest.raises(ValueError, match="without dropout"):
+        model.train()(**given, cache=cache, use_cache=True)
+    cache = MemoryCache(model.eval())
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad(), pytest.raises(TypeError, match="scaled_dot_product_attention was called on what a"):
+        model(**given, cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="has attn_implementation='sdpa'"):
+        MemoryCache(model)
+    with pytest.raises(ValueError, match="BartForConditionalGeneration has an encoder"):
+        MemoryCache(make("bart"))
+    with pytest.raises(ValueError, match="stays where it is"):
+        cache.offload(0)
 
 
 # ---- weights -------------------------------------------------------------------------------------

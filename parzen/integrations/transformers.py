@@ -25,10 +25,12 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Cache,
+    DynamicCache,
     GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.output_capturing import _active_collector
@@ -36,6 +38,7 @@ from transformers.utils.output_capturing import _active_collector
 from parzen.attention import attention, attention_weights
 from parzen.convert import CHILD, Attention
 from parzen.kernels import KERNELS, Kernel, kernel
+from parzen.memory import KeyValueMemory
 from parzen.models.mosaic import BlockState, Mosaic, MosaicConfig
 
 PREFIX = "parzen:"
@@ -88,6 +91,7 @@ def attention_function(k: Kernel) -> Attend:
     a causal module's queries, if there is more than one, see the keys j ≤ i (upper-left alignment: the cache
     was empty, and its unused end is not seen); a single query sees every key. ``scaling`` is 1/h², default
     1/√E. The weights are those before dropout, and come only if they were asked for.
+    Keys in a ``MemoryCache`` are read where they are.
     In a model that ``parzen.nn.convert`` went through, each layer has the kernel and scale that it was given.
 
     Raises:
@@ -115,16 +119,24 @@ def attention_function(k: Kernel) -> Attend:
                 )
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(causal) and attention_mask is None and query.shape[2] > 1
-        how: dict[str, Any] = {"attn_mask": attention_mask, "is_causal": causal, "enable_gqa": True}
+        how: dict[str, Any] = {"attn_mask": attention_mask, "is_causal": causal}
         options: dict[str, Any] = {"kernel": k, "scale": scaling}
         converted = getattr(module, CHILD, None)
         if isinstance(converted, Attention):
-            output = converted(query, key, value, dropout_p=dropout, scale=scaling, **how)
             options = converted.options(query, scaling)
+        if isinstance(key, Remembered):
+            if dropout:
+                raise ValueError("a MemoryCache is for inference, without dropout: call model.eval()")
+            key.memory.kernel = options["kernel"]
+            output = key.memory.attend(query, **how, scale=options["scale"])
+        elif isinstance(converted, Attention):
+            output = converted(query, key, value, dropout_p=dropout, scale=scaling, enable_gqa=True, **how)
         else:
-            output = attention(query, key, value, dropout_p=dropout, **how, **options)
-        wanted = _wanted(kwargs)
-        weights = attention_weights(query, key, **how, **options).weights if wanted else None
+            output = attention(query, key, value, dropout_p=dropout, enable_gqa=True, **how, **options)
+        weights = None
+        if _wanted(kwargs):
+            key = key.memory.keys if isinstance(key, Remembered) else key
+            weights = attention_weights(query, key, enable_gqa=True, **how, **options).weights
         return output.transpose(1, 2).contiguous(), weights
 
     return attend
@@ -139,6 +151,141 @@ def _wanted(kwargs: dict[str, Any]) -> bool:
         # A part of a model, compiled alone: a context variable cannot be read in a graph.
         return False
     return any("attentions" in name for name in _active_collector.get() or ())
+
+
+# ---- a cache that is read in part ----------------------------------------------------------------
+
+
+class Remembered(Tensor):
+    """Stands for the keys or values (B, Hk, n, E) of a ``KeyValueMemory``: their shape, and no numbers."""
+
+    memory: KeyValueMemory
+
+    @classmethod
+    def of(cls, memory: KeyValueMemory, new: Tensor) -> Remembered:
+        """For all of them, of which ``new`` (B, Hk, T, E) are the last."""
+        shape = (*new.shape[:2], len(memory), new.shape[3])
+        stand_in: Remembered = torch.Tensor._make_subclass(cls, new.new_empty(()).expand(shape))
+        stand_in.memory = memory
+        return stand_in
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") == "__get__":
+            return super().__torch_function__(function, types, args, kwargs or {})
+        raise TypeError(
+            f"{getattr(function, '__name__', function)} was called on what a MemoryCache keeps, which "
+            f'attn_implementation="{PREFIX}…" alone can read: choose one, or a DynamicCache'
+        )
+
+
+class MemoryLayer(CacheLayerMixin):
+    """The keys and values of one layer, in a ``KeyValueMemory``."""
+
+    is_sliding = False
+    is_croppable = True
+
+    memory: KeyValueMemory | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Makes the memory, empty, for pairs like these."""
+        heads, (e, ev) = key_states.shape[1], (x.shape[3] for x in (key_states, value_states))
+        # Each call brings its kernel.
+        self.memory = KeyValueMemory("gaussian", heads, e, ev, dtype=key_states.dtype)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores (B, Hk, T, E) more of each; what stands for all of them, for the attention function."""
+        if self.memory is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self.memory is not None
+        self.memory.append(key_states, value_states)
+        return Remembered.of(self.memory, key_states), Remembered.of(self.memory, value_states)
+
+    def get_seq_length(self) -> int:
+        """Tokens stored."""
+        return 0 if self.memory is None else len(self.memory)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys after so many more tokens, and the first one's position."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """−1: none."""
+        return -1
+
+    def reset(self) -> None:
+        """Nothing stored."""
+        self.memory, self.is_initialized = None, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back the last −``tokens_to_remove`` tokens.
+
+        Raises:
+            ValueError: more than 0, or below −``get_seq_length()``.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove counts down from 0, got {tokens_to_remove}")
+        if self.memory is not None:
+            self.memory.truncate(len(self.memory) + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes a copy of row ``beam_idx[i]``."""
+        if self.memory is not None:
+            self.memory.reorder(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The same."""
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes so many."""
+        if self.memory is not None:
+            self.memory.reorder(torch.arange(len(self.memory.keys)).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("a MemoryCache stays where it is: offload a DynamicCache")
+
+
+class MemoryCache(Cache):
+    """A cache for ``generate`` that a compact kernel reads a fraction of (``KeyValueMemory``).
+
+        model.generate(**inputs, cache=MemoryCache(model))        # past_key_values= in older models
+
+    The logits are those of a ``DynamicCache``, up to rounding: also with padding, grouped heads, beams, and
+    several new tokens at once. Layers of full attention keep a memory each; others, such as those with a
+    sliding window, keep what a ``DynamicCache`` gives them. Faster on a CPU with the engine.
+
+    For inference alone: gradients and dropout are refused, and so is any other attention than ``parzen:…``.
+
+    Args:
+        model: a decoder with ``attn_implementation="parzen:…"``.
+
+    Raises:
+        ValueError: another attention, or an encoder–decoder.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = model.config.get_text_config(decoder=True)
+        name = config._attn_implementation
+        if not (name or "").startswith(PREFIX):
+            raise ValueError(
+                f"a MemoryCache is read by {PREFIX}… alone, and this model has "
+                f"attn_implementation={name!r}: call model.set_attn_implementation"
+            )
+        if config.is_encoder_decoder:
+            raise ValueError(
+                f"{type(model).__name__} has an encoder too: a MemoryCache is for decoders alone"
+            )
+        layers = DynamicCache(config=config).layers
+        super().__init__(layers=[MemoryLayer() if type(x) is DynamicLayer else x for x in layers])
 
 
 # ---- Memory Mosaics as models of transformers ----------------------------------------------------
