@@ -26,7 +26,7 @@ CLAIMS = [
     for i, (text, result) in enumerate(
         [
             ("<i>all</i> is <script>hacked = 1</script>", Outcome(HOLDS, "a over b: 0.1 ± 0.0")),
-            ("never", Outcome(FAILS, "c")),
+            ("never", Outcome(FAILS, "c-1 over d: -0.5 ± 0.1")),
             ("perhaps", Outcome(UNSURE, "<img src=x onerror='hacked = 1'>")),
             ("later", Outcome(NOT_RUN)),
         ]
@@ -132,7 +132,15 @@ def test_claims_come_first(written):
     assert [a["id"] for a in read.of("section")] == [
         *("claims", "results", "loss", "support", "attention", "runs")
     ]
-    for text in ("1holds", "1does not hold", "1cannot tell", "1not run", "✓ holds", "✗ does not hold"):
+    for text in (
+        "1holds",
+        "1does not hold",
+        "1cannot tell",
+        "1not run",
+        "✓ holds",
+        "✗ does not hold",
+        "c-1 over d: −0.5 ± 0.1",
+    ):
         assert text in read.text
     without = Reader(html([]))
     assert without.of("section")[0]["id"] == "results"
@@ -421,6 +429,7 @@ def test_dark_still_and_printed(opened):
     assert light.evaluate(line) != dark.evaluate(line)
     dark.emulate_media(media="print")
     assert dark.evaluate(BACKGROUND) == "rgb(255, 255, 255)"
+    assert dark.evaluate(line) == light.evaluate(line)
     assert dark.locator("nav").is_hidden()
     assert dark.locator("#results table").is_visible()
     dark.evaluate("dispatchEvent(new Event('beforeprint'))")

@@ -90,7 +90,7 @@ for (const plot of all(".plot")) {
     plot.ariaValueNow = at;
     plot.ariaValueText = [title, ...found.map(entry => `${entry.name} ${entry.text}`)].join("; ");
     readout.replaceChildren(make("b", { textContent: title }), ...found.map(entry => {
-      const line = make("div", {}, make("span", { textContent: entry.name }), make("span", { textContent: entry.text }));
+      const line = make("div", {}, make("span", { textContent: entry.name }), " ", make("span", { textContent: entry.text }));
       if (entry.curve) line.prepend(plot.closest("figure").querySelector(`.legend [data-k="${entry.k}"] svg`).cloneNode(true));
       return line;
     }));

@@ -401,8 +401,9 @@ def _loss_charts(groups: Sequence[Group]) -> list[Chart]:
     def chart(setting: str) -> Chart:
         series, tops, bottoms = [], [], []
         shown = [one for one in groups if one.setting == setting and all(run.curve for run in one.runs)]
+        runs = [run for one in shown for run in one.runs]
         for one in shown:
-            # One evaluation is at the same step for all; the tokens by then may differ from seed to seed.
+            # An evaluation is at the same step for all; the tokens by then may differ from seed to seed.
             evaluations = range(min(len(run.curve) for run in one.runs))
             estimates = []
             for i in evaluations:
@@ -413,7 +414,7 @@ def _loss_charts(groups: Sequence[Group]) -> list[Chart]:
                     for other in shown
                 }
                 estimates.append(statistics.among(scores, f"{one.name}, {one.finished}"))
-            x = tuple(float(np.mean([run.curve[i][0] for run in one.runs])) for i in evaluations)
+            x = tuple(float(np.mean([r.curve[i][0] for r in runs if i < len(r.curve)])) for i in evaluations)
             y = tuple(e.mean for e in estimates)
             half = tuple(e.half() for e in estimates) if len(one.runs) > 1 else ()
             series.append(Series(one.name, x, y, half, _style(one.name, groups), one.finished))
@@ -618,9 +619,9 @@ def _claims_section(claims: Claims) -> Section:
     )
     rows: list[list[str | Cell]] = [
         [
-            Cell(claim.text, f"<small>{escape(str(claim.decide))}</small>", "long"),
+            Cell(claim.text, f"<small>{escape(_minus(str(claim.decide)))}</small>", "long"),
             Cell(f"{SIGNS[verdict][1]} {verdict}", kind=SIGNS[verdict][0]),
-            Cell(outcome.result or NONE, kind="result"),
+            Cell(_minus(outcome.result) or NONE, kind="result"),
             claim.id,
         ]
         for (claim, outcome), verdict in zip(claims, verdicts, strict=True)
@@ -629,6 +630,10 @@ def _claims_section(claims: Claims) -> Section:
     return Section(
         "claims", "Claims", f'<ul class="verdicts">{counts}</ul>\n{page.table(headers, rows, "Claims")}'
     )
+
+
+def _minus(text: str) -> str:
+    return re.sub(r"(?<= )-(?=\d)", "−", text)
 
 
 def _runs_section(groups: Sequence[Group]) -> Section:
@@ -672,11 +677,10 @@ def _lead(groups: Sequence[Group]) -> tuple[str, list[str]]:
     tasks = [one.config["task"] for one in groups]
     kinds = dict.fromkeys(" ".join(str(t[k]) for k in ("kind", "name") if k in t) for t in tasks)
     n = sum(len(one.runs) for one in groups)
-    names, settings = (
-        dict.fromkeys(found) for found in ([g.name for g in groups], [g.setting for g in groups])
-    )
+    names = sorted({one.name for one in groups}, key=lambda name: _style(name, groups))
+    settings = dict.fromkeys(one.setting for one in groups)
     return f"{', '.join(kinds)}: {n} run{'s' * (n != 1)}", [
-        f"Compared: {', '.join(names)}; {'; '.join(settings)}.",
+        f"Compared: {', '.join(names)}. Settings: {'; '.join(settings)}.",
         *notes(groups),
     ]
 
