@@ -155,6 +155,20 @@ def test_curves_do_not_lose_seeds_whose_batches_hold_some_tokens_more(tmp_path):
     assert re.search(r'<th scope="row">12,015</th><td>2\.\d{3} ± 0\.0\d\d</td>', read)
 
 
+def test_a_run_that_diverged_has_the_curve_that_it_has(tmp_path):
+    add_run(tmp_path, "biweight", finished=False)
+    file = add_run(tmp_path, seed=0).folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    lines[6:] = [re.sub(r'"loss": [\d.]+', '"loss": NaN', line) for line in lines[6:]]
+    file.write_text("".join(lines))
+    add_run(tmp_path, "triweight", results={"exact_match": {"far": 1, "8": None}})
+    read = html(group(find_runs([tmp_path])))
+    assert not re.search(r"\bnan\b", read.partition("<section")[2].partition('id="runs"')[0])
+    assert "gaussian 2.647 at 6k" in read
+    assert "biweight (unfinished) 2.780 at 5k" in read
+    assert "biweight (unfinished)</li>" in read
+
+
 def test_a_chart_is_drawn_where_its_numbers_are():
     one = Series("a", (0.0, 50.0, 100.0), (1.0, 2.0, 3.0), (0.5, 0.5, 0.5), style=1)
     drawn = page.charts([Chart("t", "x", "y", (one,), (0.0, 4.0), bounds=(0.75, 9.0))], "c")

@@ -103,6 +103,11 @@ class Series:
     finished: bool = True
 
     @property
+    def label(self) -> str:
+        """Its name, and whether it is unfinished."""
+        return self.name if self.finished else f"{self.name} (unfinished)"
+
+    @property
     def color(self) -> int:
         """Its place in ``COLORS``."""
         return self.style % len(COLORS)
@@ -145,8 +150,8 @@ class Chart:
         for one in self.series:
             style: Any = (0, one.dashes) if one.dashes else "-"
             marker = "o" if self.ticks or len(one.x) == 1 else None
-            color, label = COLORS[one.color], one.name if one.finished else f"{one.name} (unfinished)"
-            axes.plot(one.x, one.y, ls=style, marker=marker, ms=3, lw=1.4, color=color, label=label)
+            color = COLORS[one.color]
+            axes.plot(one.x, one.y, ls=style, marker=marker, ms=3, lw=1.4, color=color, label=one.label)
             if one.half:
                 axes.fill_between(one.x, *self.band(one), color=color, alpha=0.2, linewidth=0)
         if self.shaded:
@@ -161,8 +166,7 @@ class Chart:
         axes.set_title(self.title)
         axes.set(xlabel=self.x_label, ylabel=self.y_label, ylim=self.limits)
         axes.grid(alpha=0.25)
-        if self.series:
-            axes.legend(fontsize=8)
+        axes.legend(fontsize=8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +206,7 @@ class Map:
         for row, column in np.ndindex(self.values.shape) if self.written and len(self.columns) <= 16 else ():
             value = self.values[row, column]
             ink = on(self.color(value))
-            axes.text(column, row, f"{value:.3g}", ha="center", va="center", color=ink, fontsize=7)
+            axes.text(column, row, digits(value), ha="center", va="center", color=ink, fontsize=7)
         words: Any = {} if self.written else {"fontsize": 7}
         axes.set_xticks(range(len(self.columns)), self.columns, rotation=0 if self.written else 90, **words)
         axes.set_yticks(range(len(self.rows)), self.rows, **words)
@@ -210,6 +214,11 @@ class Map:
         axes.set_title(f"{self.title}, {self.part}")
         axes.set(xlabel=self.column_label, ylabel=self.row_label)
         return image
+
+
+def digits(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def luminance(color: Sequence[float]) -> float:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from parzen.lab.figures import Chart, Map, Series, on
+from parzen.lab.figures import Chart, Map, Series, digits, on
 from parzen.lab.statistics import Estimate
 
 NONE = "—"
@@ -170,10 +170,12 @@ ACROSS, DOWN = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
 def charts(panels: Sequence[Chart], caption: str) -> str:
     """A figure of charts under one legend."""
-    series = sorted({(s.style, s.name): s for chart in panels for s in chart.series}.values(), key=_style)
+    # One for all curves of a name; that it is unfinished is said where none is finished.
+    every = sorted((s for chart in panels for s in chart.series), key=lambda s: (s.style, s.finished))
+    series = {s.style: s for s in every}.values()
     legend = "".join(
         f'<li data-k="{s.style}"><svg viewBox="0 0 24 8" class="c{s.color}" aria-hidden="true">'
-        f'<path class="line"{_dashes(s.dashes)} d="M0 4H24"/></svg>{escape(s.name)}</li>'
+        f'<path class="line"{_dashes(s.dashes)} d="M0 4H24"/></svg>{escape(s.label)}</li>'
         for s in series
     )
     return (
@@ -181,10 +183,6 @@ def charts(panels: Sequence[Chart], caption: str) -> str:
         f'<ul class="legend" aria-label="Curves">{legend}</ul>\n'
         f'<div class="panels">\n{"".join(map(_chart, panels))}</div></figure>\n'
     )
-
-
-def _style(one: Series) -> int:
-    return one.style
 
 
 def _dashes(lengths: Sequence[float]) -> str:
@@ -248,7 +246,7 @@ def _chart(chart: Chart) -> str:
     )
     values = _values(
         chart.title,
-        [chart.x_label, *(s.name for s in chart.series)],
+        [chart.x_label, *(s.label for s in chart.series)],
         [s.style for s in chart.series],
         [(LEFT + across(x), [f"{x:,.0f}", *(_at(s, x) for s in chart.series)]) for x in found],
     )
@@ -273,7 +271,7 @@ def _at(one: Series, x: float) -> str:
 
 def _said(chart: Chart) -> str:
     """A chart in words: where each curve ends."""
-    ends = "; ".join(f"{s.name} {s.y[-1]:.3f} at {_short(s.x[-1])}" for s in chart.series)
+    ends = "; ".join(f"{s.label} {s.y[-1]:.3f} at {_short(s.x[-1])}" for s in chart.series)
     return f"{chart.title}: {chart.y_label} over {chart.x_label}. Curves end at: {ends}."
 
 
@@ -318,7 +316,7 @@ def maps(panels: Sequence[Map], caption: str) -> str:
     """A figure of maps on one scale of colours, folded by their parts."""
     first = panels[0]
     steps = ", ".join(_hex(first.color(first.top * (i / 8) ** 2)) for i in range(9))
-    marks = "".join(f"<span>{first.top * (i / 4) ** 2:.3g}</span>" for i in range(5))
+    marks = "".join(f"<span>{digits(first.top * (i / 4) ** 2)}</span>" for i in range(5))
     kind = "panels small" if first.written else "panels"
     folds = ""
     for part in dict.fromkeys(one.part for one in panels):
@@ -345,7 +343,7 @@ def _heat(one: Map) -> str:
     for name, values in zip(one.rows, one.values, strict=True):
         colors = [one.color(value) for value in values]
         cells = "".join(
-            f'<td style="background:{_hex(c)};color:{on(c)}">{v:.3g}</td>'
+            f'<td style="background:{_hex(c)};color:{on(c)}">{digits(v)}</td>'
             for c, v in zip(colors, values, strict=True)
         )
         body += f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>\n'

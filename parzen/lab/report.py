@@ -404,17 +404,23 @@ def _loss_charts(groups: Sequence[Group]) -> list[Chart]:
         runs = [run for one in shown for run in one.runs]
         for one in shown:
             # An evaluation is at the same step for all; the tokens by then may differ from seed to seed.
-            evaluations = range(min(len(run.curve) for run in one.runs))
-            estimates = []
-            for i in evaluations:
+            # A loss that is no number, of a run that diverged, is left out.
+            estimates, places = [], []
+            for i in range(min(len(run.curve) for run in one.runs)):
                 scores = {
                     f"{other.name}, {other.finished}": {
-                        run.seed: run.curve[i][1] for run in other.runs if i < len(run.curve)
+                        run.seed: run.curve[i][1]
+                        for run in other.runs
+                        if i < len(run.curve) and _finite(run.curve[i][1])
                     }
                     for other in shown
                 }
-                estimates.append(statistics.among(scores, f"{one.name}, {one.finished}"))
-            x = tuple(float(np.mean([r.curve[i][0] for r in runs if i < len(r.curve)])) for i in evaluations)
+                if len(scores[f"{one.name}, {one.finished}"]) == len(one.runs):
+                    estimates.append(statistics.among(scores, f"{one.name}, {one.finished}"))
+                    places.append(float(np.mean([r.curve[i][0] for r in runs if i < len(r.curve)])))
+            if not estimates:
+                continue
+            x = tuple(places)
             y = tuple(e.mean for e in estimates)
             half = tuple(e.half() for e in estimates) if len(one.runs) > 1 else ()
             series.append(Series(one.name, x, y, half, _style(one.name, groups), one.finished))
@@ -426,7 +432,8 @@ def _loss_charts(groups: Sequence[Group]) -> list[Chart]:
         label = "validation loss (nats per token)"
         return Chart(setting, "training tokens", label, tuple(series), limits)
 
-    return [chart(setting) for setting in dict.fromkeys(one.setting for one in groups)]
+    found = [chart(setting) for setting in dict.fromkeys(one.setting for one in groups)]
+    return [one for one in found if one.series]
 
 
 # By source length: where results hold it, and what it is called.
@@ -439,15 +446,15 @@ def _length_charts(groups: Sequence[Group]) -> list[Chart]:
     def chart(setting: str, key: str, label: str) -> Chart:
         series = []
         for one in groups:
-            tables: list[Any] = [run.results.get(key) for run in one.runs]
-            if one.setting != setting or not all(isinstance(table, Mapping) for table in tables):
-                continue
-            shared = sorted(set.intersection(*map(set, tables)), key=int)
-            estimates = [statistics.mean([table[at] for table in tables]) for at in shared]
-            y = tuple(e.mean for e in estimates)
-            half = tuple(e.half() for e in estimates) if len(tables) > 1 else ()
-            series.append(Series(one.name, tuple(map(int, shared)), y, half, _style(one.name, groups)))
-        task = next(one.config["task"] for one in groups if one.setting == setting)
+            tables = [t for run in one.runs if isinstance(t := run.results.get(key), Mapping)]
+            lengths = sorted({int(at) for table in tables for at in table if at.isdecimal()})
+            found = {n: one.values(f"{key}.{n}") for n in lengths}
+            estimates = {n: statistics.mean(v) for n, v in found.items() if len(v) == len(one.runs)}
+            if one.setting == setting and estimates:
+                y = tuple(e.mean for e in estimates.values())
+                half = tuple(e.half() for e in estimates.values()) if len(one.runs) > 1 else ()
+                series.append(Series(one.name, tuple(estimates), y, half, _style(one.name, groups)))
+        task = tasks[setting]
         return Chart(
             f"{task['name']}, {setting}: {label}",
             "source length",
@@ -459,10 +466,9 @@ def _length_charts(groups: Sequence[Group]) -> list[Chart]:
             shaded=(task["shortest"], task["longest"]),
         )
 
-    settings = dict.fromkeys(
-        one.setting for one in groups if any(run.results.get(BY_LENGTH[0][0]) for run in one.runs)
-    )
-    return [chart(setting, *measure) for setting in settings for measure in BY_LENGTH]
+    tasks = {one.setting: task for one in groups if "shortest" in (task := one.config["task"])}
+    charts = [chart(setting, *measure) for setting in tasks for measure in BY_LENGTH]
+    return [one for one in charts if one.series]
 
 
 def _matrices(one: Group, key: str) -> list[np.ndarray]:
@@ -639,7 +645,7 @@ def _minus(text: str) -> str:
 def _runs_section(groups: Sequence[Group]) -> Section:
     """How to get these runs again: their commands, what all have in common, and what each has of its own."""
     runs = [(one, run) for one in groups for run in one.runs]
-    commands = Counter(_command(str(run.environment.get("command", ""))) for _, run in runs)
+    commands = dict.fromkeys(_command(str(run.environment.get("command", ""))) for _, run in runs)
     environments = [
         {k: _plain(v) for k, v in flat(run.environment) if k not in ("command", "started")} for _, run in runs
     ]
