@@ -12,6 +12,7 @@ from run_folders import OFFSETS, add_run
 from scipy import stats
 
 from parzen.kernels import kernel
+from parzen.lab.config import RunConfig
 from parzen.lab.errors import UserError
 from parzen.lab.ledger import (
     CLAIMS,
@@ -29,8 +30,11 @@ from parzen.lab.ledger import (
     write,
 )
 from parzen.lab.report import against, group, latex, markdown, notes, report, to_csv
-from parzen.lab.runs import find_runs
+from parzen.lab.runs import Run, find_runs
 from parzen.lab.statistics import among, difference, mean
+from parzen.lab.tasks.length import LengthConfig
+from parzen.lab.train import TrainConfig
+from parzen.models.mosaic import MosaicConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -128,6 +132,21 @@ def test_other_settings_are_other_panels(tmp_path):
     groups = group(find_runs([tmp_path]))
     assert sorted(g.setting for g in groups) == ["1 layer, steps = 4", "1 layer, steps = 6"]
     assert [len(g.runs) for g in groups] == [2, 2]
+
+
+def test_settings_of_several_tasks_are_told_apart_by_the_task(tmp_path):
+    add_run(tmp_path, steps=4)
+    add_run(tmp_path, steps=6)
+    model = MosaicConfig(vocab=17, layers=2, heads=4, width=16, slots=8, kernel="gaussian")
+    for name in ("sort", "reverse"):
+        run = Run.create(tmp_path, RunConfig(LengthConfig(name), model, TrainConfig(4)))
+        run.log({"step": 1, "tokens": 100, "loss": 1.0})
+    assert {g.setting for g in group(find_runs([tmp_path]))} == {
+        "1 layer, stories, steps = 4",
+        "1 layer, stories, steps = 6",
+        "2 layers, length sort",
+        "2 layers, length reverse",
+    }
 
 
 def test_different_token_counts_are_said_and_never_averaged(tmp_path):
@@ -419,13 +438,15 @@ def test_no_row_is_missing():
     }
     cells = {(t.where, t.scale): [len(t.names), len(t.columns)] for t in TABLES if t.where != "Table 2"}
     assert cells == {
+        ("Figure 2", "tiny"): [8, 1],
         ("Figure 2", "small"): [8, 4],
         ("Figure 2", "paper"): [8, 3],
+        ("Table 1", "tiny"): [14, 1],
         ("Table 1", "small"): [14, 1],
         ("Table 1", "paper"): [14, 6],
     }
     lengths = [len(t.columns) for t in TABLES if t.where == "Table 2"]
-    assert lengths == [4, 4, 4, 7, 5, 11]
+    assert lengths == [2, 2, 2, 4, 4, 4, 7, 5, 11]
     # As the report calls them.
     assert [str(kernel(name)) for name in MOSAICS] == list(MOSAICS)
 

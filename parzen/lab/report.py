@@ -146,18 +146,28 @@ def _kind(setting: Mapping[str, Any]) -> Any:
     return setting.get("model.kind")
 
 
-def _differing(settings: Sequence[Mapping[str, Any]]) -> dict[Any, list[str]]:
-    """By kind of model what tells its settings from one another: kinds differ by what they are called."""
-    outside = [{k: v for k, v in one.items() if not k.startswith("model.")} for one in settings]
-    shared = _varying(outside)
-    return {
-        kind: [
-            *(key for key in _varying(alike) if key.startswith("model.") and key != "model.layers"),
-            *shared,
-        ]
-        for kind in {_kind(one) for one in settings}
-        for alike in [[one for one in settings if _kind(one) == kind]]
-    }
+def _task(setting: Mapping[str, Any]) -> str:
+    return " ".join(str(setting[key]) for key in ("task.kind", "task.name") if key in setting)
+
+
+def _titles(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What each is called: its layers, its task if there are several, and what is not the same in that task.
+
+    Kinds of models differ by the names of their groups.
+    """
+    titles = []
+    for one in settings:
+        alike = [other for other in settings if _task(other) == _task(one)]
+        kin = [other for other in alike if _kind(other) == _kind(one)]
+        layers = one["model.layers"]
+        parts = [f"{layers} layer{'s' if layers > 1 else ''}"]
+        if len(alike) < len(settings):
+            parts.append(_task(one))
+        differ = [key for key in _varying(kin) if key.startswith("model.") and key != "model.layers"]
+        differ += [key for key in _varying(alike) if not key.startswith("model.")]
+        parts += [f"{key.partition('.')[2]} = {one[key]}" for key in differ if key in one]
+        titles.append(", ".join(parts))
+    return titles
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
@@ -182,18 +192,13 @@ def group(runs: Sequence[Run]) -> list[Group]:
         if all(record.seed != other.seed for other in records):
             records.append(record)
     settings = [setting_of(config) for config, *_ in found.values()]
-    differ = _differing(settings)
     groups = []
-    for setting, (config, finished, tokens, records) in zip(settings, found.values(), strict=True):
+    for title, (config, finished, tokens, records) in zip(_titles(settings), found.values(), strict=True):
         layers = config["model"]["layers"]
-        title = [f"{layers} layer{'s' if layers > 1 else ''}"]
-        title += [
-            f"{key.partition('.')[2]} = {setting[key]}" for key in differ[_kind(setting)] if key in setting
-        ]
         others = {about(other[2]) for other in found.values() if finished and other[1] and other[0] == config}
         name = names[json.dumps(config)] + (f" ({_count(tokens)} tokens)" if len(others) > 1 else "")
         ordered = tuple(sorted(records, key=lambda record: record.seed))
-        groups.append(Group(name, ", ".join(title), layers, config, finished, tokens, ordered))
+        groups.append(Group(name, title, layers, config, finished, tokens, ordered))
 
     def order(one: Group) -> tuple[Any, ...]:
         # Where accuracies saturate early the distance decides.
@@ -455,8 +460,9 @@ def _length_charts(groups: Sequence[Group]) -> list[Chart]:
                 half = tuple(e.half() for e in estimates.values()) if len(one.runs) > 1 else ()
                 series.append(Series(one.name, tuple(estimates), y, half, _style(one.name, groups)))
         task = tasks[setting]
+        title = setting if task["name"] in setting else f"{task['name']}, {setting}"
         return Chart(
-            f"{task['name']}, {setting}: {label}",
+            f"{title}: {label}",
             "source length",
             label,
             tuple(series),
@@ -680,8 +686,7 @@ def _plain(value: Any) -> str:
 
 def _lead(groups: Sequence[Group]) -> tuple[str, list[str]]:
     """The title of the page and what is said below it."""
-    tasks = [one.config["task"] for one in groups]
-    kinds = dict.fromkeys(" ".join(str(t[k]) for k in ("kind", "name") if k in t) for t in tasks)
+    kinds = dict.fromkeys(_task(dict(flat(one.config))) for one in groups)
     n = sum(len(one.runs) for one in groups)
     names = sorted({one.name for one in groups}, key=lambda name: _style(name, groups))
     settings = dict.fromkeys(one.setting for one in groups)
