@@ -259,6 +259,7 @@ def _add_how(command: Parser) -> None:
     how.add_argument(
         "--gpus-per-run", type=_whole(1), metavar="N", help="processes that share a run, with torchrun"
     )
+    how.add_argument("--save-seconds", type=_positive, metavar="S", help="between checkpoints (default: 60)")
     how.add_argument(
         "--engine", choices=("process", "ray"), help="one run after the other (default), or tasks of Ray"
     )
@@ -302,6 +303,9 @@ def _add_regbench(commands: Commands[Parser]) -> None:
     command.add_argument("--lr", type=_positive, help="peak learning rate (default: that of the scale)")
     command.add_argument("--states", type=_whole(2), help="of every automaton (default: 4 to 12)")
     command.add_argument("--letters", type=_whole(1), help="of every automaton (default: 4 to 18)")
+    command.add_argument(
+        "--grid", action="store_true", help="tune the baselines: show the best by validation of many runs"
+    )
     command.add_argument(
         "--runs", type=_path, metavar="DIR", help="folder of run folders (default: runs/regbench)"
     )
@@ -376,6 +380,43 @@ def _resume(arguments: argparse.Namespace) -> int:
 def _given(arguments: argparse.Namespace, *apart: str) -> dict[str, Any]:
     """The options that were given; the others keep the defaults of the config."""
     return {k: v for k, v in vars(arguments).items() if v is not None and k not in ("run", *apart)}
+
+
+def _add_reproduce(commands: Commands[Parser]) -> None:
+    command = _command(
+        commands, "reproduce", _reproduce, "a figure or table of the paper, or all: plan, train, report"
+    )
+    command.add_argument(
+        "target", choices=("figure1", "figure2", "table1", "table2", "all"), help="what is reproduced"
+    )
+    command.add_argument(
+        "--scale", choices=("tiny", "small", "paper"), help="tiny (default, minutes), small (a day), paper"
+    )
+    command.add_argument("--seeds", type=_whole(0), nargs="+", metavar="S", help="default: the scale's")
+    command.add_argument("--data", type=_path, metavar="PATH", help="stories of Figure 2 (tiny has its own)")
+    command.add_argument(
+        "--valid", type=_path, metavar="PATH", help="validation stories (default: last 6 %%)"
+    )
+    command.add_argument(
+        "--tokenizer", type=_path, metavar="PATH", help="vocab.json and merges.txt in a folder"
+    )
+    command.add_argument(
+        "--grid", action="store_true", help="Table 1: tune the baselines, the best by validation counts"
+    )
+    command.add_argument(
+        "--to", type=_path, metavar="DIR", help="where reports and runs go (default: results)"
+    )
+    command.add_argument(
+        "--dry-run", dest="dry", action="store_true", help="say what it would take, and train nothing"
+    )
+    _add_how(command)
+
+
+def _reproduce(arguments: argparse.Namespace) -> int:
+    module = import_module("parzen.lab.reproduce")
+    how = _how(arguments)
+    request = module.Request(how=how, **_given(arguments, "target"))
+    return int(module.reproduce(arguments.target, request))
 
 
 def _add_evaluate(commands: Commands[Parser]) -> None:
@@ -513,6 +554,7 @@ COMMANDS = (
     _add_regbench,
     _add_length,
     _add_resume,
+    _add_reproduce,
     _add_evaluate,
     _add_generate,
     _add_export,

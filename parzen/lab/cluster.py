@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ import torch
 from parzen.lab import console
 from parzen.lab.errors import UserError
 from parzen.lab.runs import Run
-from parzen.lab.sweep import How, attempt
+from parzen.lab.sweep import FAILED, How, attempt
 
 # How often the death of workers or nodes starts one run again.
 RETRIES = 20
@@ -43,18 +44,31 @@ def carry_out(runs: Sequence[Run], how: How) -> Iterator[tuple[Run, str | None]]
         raise UserError("ray is not installed; run: pip install 'parzen[ray]'") from error
     began_here = not ray.is_initialized()
     if began_here:
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if how.address is None:
+            # Nothing of it is to be seen from outside this machine.
+            quiet |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
-            ray.init(how.address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-        except ConnectionError as error:
+            _knock(how.address)
+            ray.init(how.address, **quiet)
+        except (OSError, ValueError) as error:
             raise UserError(
-                f"no Ray cluster answers at {how.address!r} ({' '.join(str(error).split())}); start one with "
-                "ray start --head"
+                f"no Ray cluster answers at {how.address!r} ({' '.join(str(error).split())}); "
+                "start one with: ray start --head"
             ) from error
     try:
         yield from _on_ray(ray, runs, how)
     finally:
         if began_here:
             ray.shutdown()
+
+
+def _knock(address: str | None) -> None:
+    """Fails at once where nobody listens: Ray would try for minutes, and then end the process."""
+    if address not in (None, "auto", "local"):
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        socket.create_connection((host, int(port)), timeout=10).close()
 
 
 def _on_ray(ray: Any, runs: Sequence[Run], how: How) -> Iterator[tuple[Run, str | None]]:
@@ -125,17 +139,18 @@ def torchrun(run: Run, how: How) -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={how.gpus_per_run}", "-m", "parzen", "resume", str(run.folder)),
-        *("--device", how.device, *["--compile"] * how.compiled, *["--tensorboard"] * how.tensorboard),
+        *("--device", how.device, "--save-seconds", str(how.save_seconds)),
+        *(*["--compile"] * how.compiled, *["--tensorboard"] * how.tensorboard),
     ]
-    log = run.folder / LOG
+    log, error = run.folder / LOG, run.folder / FAILED
+    error.unlink(missing_ok=True)
     with open(log, "ab") as file:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False, preexec_fn=_die_together
         )
     if done.returncode:
-        said = [line for line in log.read_text(errors="replace").splitlines() if "parzen: error" in line]
-        reason = said[-1].partition("parzen: error: ")[2] if said else f"exit status {done.returncode}"
-        raise UserError(f"{reason} (see {log})")
+        said = error.read_text().splitlines()[-1] if error.exists() else f"exit status {done.returncode}"
+        raise UserError(f"{said} (see {log})")
 
 
 def _die_together() -> None:

@@ -16,7 +16,7 @@ from parzen.lab.tasks.regbench import RegBenchConfig
 from parzen.lab.tasks.stories import StoriesConfig
 from parzen.lab.train import TrainConfig
 from parzen.models.mosaic import MosaicConfig
-from parzen.models.sequence import SequenceConfig
+from parzen.models.sequence import MIXERS, SequenceConfig
 
 # The kernels that the paper compares.
 EIGHT = (
@@ -81,7 +81,7 @@ class RunConfig:
         """The mixer if it is no mosaic, then the kernel if it has one, and a bandwidth that is unusual."""
         model = self.model
         mixer = "" if isinstance(model, MosaicConfig) else model.mixer
-        if mixer not in ("", "transformer"):
+        if mixer and not MIXERS[mixer].attends:
             return str(mixer)
         parts = [mixer, str(kernel(model.kernel)), model.bandwidth]
         usual = {"", type(model).bandwidth} | ({"gaussian"} if mixer else set())

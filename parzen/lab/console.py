@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from types import TracebackType
 from typing import Protocol
 
 Table = Sequence[Sequence[str]]
+# Seconds between two lines of a log about one run.
+SILENCE = 1.0
 
 
 def fancy() -> bool:
@@ -75,7 +78,7 @@ class _Plain:
 
     def __init__(self, parts: int, steps: int) -> None:
         self.total, self.steps, self.done, self.name = parts * steps, steps, 0, ""
-        self.start = time.monotonic()
+        self.start, self.spoke = time.monotonic(), -math.inf
 
     def __enter__(self) -> _Plain:
         return self
@@ -84,14 +87,17 @@ class _Plain:
         pass
 
     def part(self, name: str) -> None:
-        self.name = name
+        self.name, self.spoke = name, -math.inf
 
     def step(self, status: str) -> None:
         self.done += 1
 
     def mark(self, status: str) -> None:
-        left = (time.monotonic() - self.start) / max(1, self.done) * (self.total - self.done)
-        at = (self.done - 1) % self.steps + 1
+        now, at = time.monotonic(), (self.done - 1) % self.steps + 1
+        if now - self.spoke < SILENCE and at < self.steps:
+            return
+        self.spoke = now
+        left = (now - self.start) / max(1, self.done) * (self.total - self.done)
         print(f"{self.name}: step {at}/{self.steps}, {status}, {duration(left)} left", flush=True)
 
 

@@ -385,7 +385,8 @@ class Identity:
 
 # ---- Figure 2: language modelling ----------------------------------------------------------------
 
-FOLDERS = {"small": "", "paper": "paper/"}
+# Below results/.
+FOLDERS = {"tiny": "tiny/", "small": "", "paper": "paper/"}
 
 
 def _stories(scale: str, layers: int) -> Place:
@@ -461,7 +462,7 @@ def _figure2(scale: str, layers: int) -> list[Claim]:
 
 # ---- Table 1: in-context language learning -------------------------------------------------------
 
-SIZES = {"small": (1000,), "paper": (1000, 2500, 5000, 10_000, 20_000, 40_000)}
+SIZES = {"tiny": (64,), "small": (1000,), "paper": (1000, 2500, 5000, 10_000, 20_000, 40_000)}
 
 
 def _regbench(scale: str, examples: int) -> Place:
@@ -518,6 +519,7 @@ def _table1(scale: str, examples: int) -> list[Claim]:
 
 # Test lengths; the first is in distribution.
 LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
+    "tiny": {"sort": (3, 6), "reverse": (3, 6), "mqmtar": (8, 16)},
     "small": dict.fromkeys(("sort", "reverse", "mqmtar"), (16, 32, 64, 128)),
     "paper": {
         "sort": tuple(64 * 2**i for i in range(7)),
@@ -588,20 +590,28 @@ def _table2(scale: str, task: str, lengths: tuple[int, ...]) -> list[Claim]:
 
 # ---- the list ------------------------------------------------------------------------------------
 
-DEPTHS = {"small": (1, 4, 8, 12), "paper": (1, 8, 12)}
-SCALES = ("small", "paper")
+DEPTHS = {"tiny": (1,), "small": (1, 4, 8, 12), "paper": (1, 8, 12)}
+SCALES = ("exact", "small", "paper")
 
-CLAIMS: tuple[Claim, ...] = (
-    *(Claim(f"figure1/{k}", "Figure 1", "exact", text, Identity(k)) for k, (text, _) in FORMULAS.items()),
-    *(c for scale in SCALES for layers in DEPTHS[scale] for c in _figure2(scale, layers)),
-    *(c for scale in SCALES for n in SIZES[scale] for c in _table1(scale, n)),
-    *(
-        c
-        for scale in SCALES
-        for task, lengths in LENGTHS[scale].items()
-        for c in _table2(scale, task, lengths)
-    ),
-)
+
+def claims(*scales: str) -> tuple[Claim, ...]:
+    """All of some scales, in the order of the paper; Figure 1, which needs no runs, is at "exact"."""
+    learned = [scale for scale in scales if scale in DEPTHS]
+    exact = FORMULAS.items() if "exact" in scales else ()
+    return (
+        *(Claim(f"figure1/{k}", "Figure 1", "exact", text, Identity(k)) for k, (text, _) in exact),
+        *(c for scale in learned for layers in DEPTHS[scale] for c in _figure2(scale, layers)),
+        *(c for scale in learned for n in SIZES[scale] for c in _table1(scale, n)),
+        *(
+            c
+            for scale in learned
+            for task, lengths in LENGTHS[scale].items()
+            for c in _table2(scale, task, lengths)
+        ),
+    )
+
+
+CLAIMS = claims(*SCALES)
 
 # Accuracy / TVD, read off the figures of the works that the paper builds on.
 PUBLISHED = {
@@ -623,7 +633,7 @@ TABLES: tuple[Table, ...] = (
             MOSAICS,
             tuple((_stories(scale, n).name, _stories(scale, n), (LOSS,)) for n in DEPTHS[scale]),
         )
-        for scale in SCALES
+        for scale in DEPTHS
     ),
     *(
         Table(
@@ -634,7 +644,7 @@ TABLES: tuple[Table, ...] = (
             tuple((_regbench(scale, n).name, _regbench(scale, n), (ACCURACY, TVD)) for n in SIZES[scale]),
             PUBLISHED,
         )
-        for scale in SCALES
+        for scale in DEPTHS
     ),
     *(
         Table(
@@ -644,7 +654,7 @@ TABLES: tuple[Table, ...] = (
             MOSAICS,
             tuple((str(n), _length(scale, task), (exact(n),)) for n in lengths),
         )
-        for scale in SCALES
+        for scale in DEPTHS
         for task, lengths in LENGTHS[scale].items()
     ),
 )
@@ -674,14 +684,14 @@ as alike is ±{ALIKE:g}, as slightly {SLIGHTLY:g} (nats per token, TVD, or accur
 """
 
 
-def ledger(results: Results) -> str:
-    """The whole ledger as Markdown."""
-    outcomes = {claim.id: claim.decide(results) for claim in CLAIMS}
-    places = list(dict.fromkeys((claim.where, claim.scale) for claim in CLAIMS))
+def ledger(results: Results, chosen: Sequence[Claim] = CLAIMS, head: str = HEAD) -> str:
+    """Everything about the ``chosen`` claims as Markdown: how many hold, the tables they are about, each."""
+    outcomes = {claim.id: claim.decide(results) for claim in chosen}
+    places = list(dict.fromkeys((claim.where, claim.scale) for claim in chosen))
     verdicts = (HOLDS, FAILS, UNSURE, NOT_RUN)
     overview, sections = [], []
     for where, scale in places:
-        claims = [claim for claim in CLAIMS if (claim.where, claim.scale) == (where, scale)]
+        claims = [claim for claim in chosen if (claim.where, claim.scale) == (where, scale)]
         count = Counter(outcomes[claim.id].verdict for claim in claims)
         overview.append([where, scale, *(str(count[verdict]) for verdict in verdicts)])
         tables = [t.render(results) for t in TABLES if (t.where, t.scale) == (where, scale)]
@@ -699,7 +709,7 @@ def ledger(results: Results) -> str:
         listed = console.markdown_table(["row", "claim", "decided by", "result", "verdict"], rows)
         sections.append("\n".join([title, *tables, listed]))
     table = console.markdown_table(["where", "scale", *verdicts], overview)
-    return "\n".join([HEAD, table, *sections])
+    return "\n".join([head, table, *sections])
 
 
 def write(results: Path = Path("results"), to: Path = Path("docs/results.md")) -> None:

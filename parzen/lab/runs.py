@@ -36,7 +36,7 @@ from parzen.attention import info
 from parzen.lab.config import RunConfig
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
-from parzen.lab.train import Keeper
+from parzen.lab.train import STAMP, TIMES, Keeper
 
 
 def to_bytes(value: Any) -> bytes:
@@ -91,7 +91,7 @@ class Run(Keeper):
                 "commit": _commit(),
                 "machine": platform.machine(),
                 "command": shlex.join(["parzen", *sys.argv[1:]]),
-                "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "started": time.strftime(STAMP, time.gmtime()),
             }
             write_whole(run.folder / "environment.json", to_bytes(environment))
             write_whole(run.folder / "config.json", to_bytes(config.to_json()))
@@ -177,7 +177,8 @@ class Run(Keeper):
     @property
     def speed(self) -> float | None:
         """Training tokens per second, of the process that evaluated last; None before that."""
-        return next((line["tokens_per_second"] for line in self._lines("times.jsonl")[-1:]), None)
+        measured = [line for line in self._lines(TIMES) if "tokens_per_second" in line]
+        return measured[-1]["tokens_per_second"] if measured else None
 
     def _lines(self, file: str) -> list[dict[str, Any]]:
         path = self.folder / file
@@ -200,7 +201,7 @@ class Run(Keeper):
         record = {
             **state,
             "config": self.config.digest(),
-            "lengths": {file: self._length(file) for file in ("metrics.jsonl", "times.jsonl")},
+            "lengths": {file: self._length(file) for file in ("metrics.jsonl", TIMES)},
         }
         plain = {key: t.detach().cpu().contiguous() for key, t in tensors.items()}
         data = save(plain, metadata={"parzen": json.dumps(record)})
@@ -235,7 +236,7 @@ class Run(Keeper):
         """
         for left in self.folder.glob(".*"):
             left.unlink()
-        for file in ("metrics.jsonl", "times.jsonl"):
+        for file in ("metrics.jsonl", TIMES):
             path = self.folder / file
             if path.exists():
                 os.truncate(path, state.get("lengths", {}).get(file, 0))

@@ -39,6 +39,7 @@ class How:
         compiled: whether models go through ``torch.compile``.
         tensorboard: whether losses go to TensorBoard too, in a folder of each run.
         gpus_per_run: processes that share one run, a GPU each; more than one start with ``torchrun``.
+        save_seconds: between two checkpoints, about; so much is done again after a kill.
         engine: "process": one run after the other in this process; "ray": tasks of a Ray cluster.
         address: of a Ray cluster that is running, "auto" or HOST:PORT; None starts one on this machine.
         cpus_per_run: threads of a run on a Ray cluster, which decide how many run at once.
@@ -48,6 +49,7 @@ class How:
     compiled: bool = False
     tensorboard: bool = False
     gpus_per_run: int = 1
+    save_seconds: float = 60.0
     engine: str = "process"
     address: str | None = None
     cpus_per_run: int = 1
@@ -81,6 +83,10 @@ class Part:
     work: Callable[[Run], Work]
     files: Mapping[str, bytes] = field(default_factory=dict)
 
+    def planned(self) -> dict[Path, RunConfig]:
+        """Each config by the folder of its run."""
+        return {self.root / config.digest(): config for config in self.configs}
+
 
 def build(config: RunConfig) -> Backbone:
     """The untrained model of a run; its weights depend on the seed."""
@@ -99,18 +105,20 @@ def sweep(parts: Sequence[Part], how: How) -> tuple[list[Run], int]:
     """
     # Under torchrun the first process alone writes.
     first = os.environ.get("RANK", "0") == "0"
-    runs, todo = [], []
+    runs: dict[Path, Run] = {}
+    todo = []
     for part in parts:
-        for config in part.configs:
-            run = Run.create(part.root, config) if first else Run(part.root / config.digest(), config)
-            runs.append(run)
+        for folder, config in part.planned().items():
+            if folder in runs:
+                continue
+            run = runs[folder] = Run.create(part.root, config) if first else Run(folder, config)
             if not run.finished:
                 todo.append((run, part))
     places = ", ".join(dict.fromkeys(str(part.root) for part in parts))
-    print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done; in {places}", flush=True)
     failed: list[str] = []
     status = 0
     try:
+        print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done; in {places}", flush=True)
         for run, part in todo:
             for name, data in part.files.items():
                 if first:
@@ -124,7 +132,7 @@ def sweep(parts: Sequence[Part], how: How) -> tuple[list[Run], int]:
         status = 130
     for line in failed:
         print(line, file=sys.stderr if status == 1 else sys.stdout)
-    return runs, status
+    return [*runs.values()], status
 
 
 def _carried_out(todo: Sequence[tuple[Run, Part]], how: How) -> Iterator[tuple[Run, str | None]]:
@@ -168,7 +176,11 @@ def attempt(
 
 def _train(run: Run, work: Callable[[Run], Work], how: How, progress: console.Progress | None = None) -> None:
     config, needed = run.config, work(run)
-    options: dict[str, Any] = {"device": how.device, "compiled": how.compiled}
+    options: dict[str, Any] = {
+        "device": how.device,
+        "compiled": how.compiled,
+        "save_seconds": how.save_seconds,
+    }
     if os.environ.get("RANK", "0") != "0":
         train(build(config), needed.task, config.train, config.seed, run, **options)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -21,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from parzen.lab.errors import UserError
 
 IGNORED = -100  # a target that does not count
+TIMES = "times.jsonl"
+STAMP = "%Y-%m-%dT%H:%M:%SZ"
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16}
 
 
@@ -179,6 +182,9 @@ def train(
         first, best, seen, metrics = (saved[1][key] for key in ("step", "best", "tokens", "metrics"))
     if rank == 0:
         keeper.rewind(saved[1] if saved else {})
+        keeper.log(
+            {"step": first, "begun": time.strftime(STAMP, time.gmtime()), "on": platform.node()}, TIMES
+        )
     net: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
     net = DistributedDataParallel(net) if world > 1 else net
     share = config.batch // (world * config.accumulate)
@@ -231,7 +237,7 @@ def train(
                 metrics = task.evaluate(model.eval())
                 valid = metrics["loss"]
                 keeper.log({"step": done, "tokens": seen, "train_loss": value, **metrics})
-                keeper.log({"step": done, "tokens_per_second": tokens / seconds}, "times.jsonl")
+                keeper.log({"step": done, "tokens_per_second": tokens / seconds}, TIMES)
                 if valid < best:
                     best = valid
                     keeper.save("best", _weights(model), {"step": done, "metrics": metrics})

@@ -67,7 +67,7 @@ class SequenceConfig:
     @property
     def learned_positions(self) -> bool:
         """Whether positions are added to the embeddings."""
-        return self.mixer == "transformer" and self.positions == "learned"
+        return MIXERS[self.mixer].attends and self.positions == "learned"
 
 
 def _attention(config: SequenceConfig) -> nn.Module:
@@ -83,13 +83,28 @@ def _attention(config: SequenceConfig) -> nn.Module:
     )
 
 
-MIXERS: dict[str, Callable[[SequenceConfig], nn.Module]] = {
-    "transformer": _attention,
-    "s4": lambda c: S4D(c.width),
-    "h3": lambda c: H3(c.width),
-    "retnet": lambda c: RetNet(c.width, heads=c.heads),
-    "gla": lambda c: GLA(c.width, heads=c.heads),
-    "mamba": lambda c: Mamba(c.width),
+@dataclass(frozen=True)
+class Mixer:
+    """A row of the table of mixers.
+
+    Attributes:
+        make: one layer's.
+        heads: whether it has any.
+        attends: whether it has a kernel, positions and a bandwidth.
+    """
+
+    make: Callable[[SequenceConfig], nn.Module]
+    heads: bool = False
+    attends: bool = False
+
+
+MIXERS = {
+    "transformer": Mixer(_attention, heads=True, attends=True),
+    "s4": Mixer(lambda c: S4D(c.width)),
+    "h3": Mixer(lambda c: H3(c.width)),
+    "retnet": Mixer(lambda c: RetNet(c.width, heads=c.heads), heads=True),
+    "gla": Mixer(lambda c: GLA(c.width, heads=c.heads), heads=True),
+    "mamba": Mixer(lambda c: Mamba(c.width)),
 }
 
 
@@ -120,7 +135,7 @@ class MixerBlock(nn.Module):
 
 
 def _block(config: SequenceConfig) -> nn.Module:
-    mixer = MIXERS[config.mixer](config)
+    mixer = MIXERS[config.mixer].make(config)
     # Mamba's mixer is wide enough to be its own MLP.
     return (
         MixerBlock(config.width, mixer)

@@ -195,6 +195,27 @@ class Experiment:
     how: How = HERE
 
 
+# What Table 2 is made of, by folder.
+_TASKS = ("sort", "reverse", "mqmtar")
+_FOUR = ("gaussian", "epanechnikov", "biweight", "relumax")
+TABLE2: dict[str, dict[str, tuple[Experiment, ...]]] = {
+    "tiny": {
+        **{f"length/{task}": (Experiment(task, "tiny", seeds=(0, 1)),) for task in _TASKS[1:]},
+        "length/sort": (Experiment("sort", "tiny", MODELS, seeds=(0, 1)),),
+    },
+    "small": {
+        "length/sort": (
+            Experiment("sort"),
+            Experiment("sort", kernels=_FOUR, seeds=(0, 1)),
+            Experiment("sort", models=("transformer",)),
+        ),
+        "length/mqmtar": (Experiment("mqmtar"), Experiment("mqmtar", kernels=_FOUR, seeds=(0, 1))),
+        "length/reverse": (Experiment("reverse"),),
+    },
+    "paper": {f"length/{task}": (Experiment(task, "paper", MODELS, seeds=(0, 1, 2)),) for task in _TASKS},
+}
+
+
 def run(experiment: Experiment) -> int:
     """Trains what is not finished yet, prints the table; the exit status, as of ``sweep``.
 

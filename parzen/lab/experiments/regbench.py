@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -43,6 +43,19 @@ from parzen.models.mosaic import MosaicConfig
 from parzen.models.sequence import MIXERS, SequenceConfig
 
 MODELS = ("mosaic", *MIXERS)
+# What the benchmark's search chooses from, and what a small one does.
+GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "tiny": {"width": (16, 32), "lr": (2e-3, 1e-2)},
+    "small": {"width": (64, 128), "layers": (2, 4), "lr": (2e-3, 5e-3)},
+    "paper": {
+        "width": (64, 128, 256, 512, 1024),
+        "layers": (1, 2, 4, 8, 12),
+        "heads": (1, 2, 4),
+        "epochs": (200, 400),
+        "lr": (1e-4, 2.5e-4),
+        "weight_decay": (0.01, 0.1),
+    },
+}
 BATCH = 32
 # Instances that show what a kernel does, each cut to so many tokens; of the first one, a map.
 USE_INSTANCES, USE_LENGTH, MAP_TOKENS = 32, 256, 24
@@ -117,6 +130,8 @@ class Experiment:
         states, letters: of the automata: exactly so many in place of the public bounds.
         runs: the folder of run folders.
         how: they are carried out.
+        grid: baselines are trained with every combination of the scale's ``GRIDS``; the best by validation
+            loss is shown.
     """
 
     scale: str = "small"
@@ -130,11 +145,28 @@ class Experiment:
     letters: int | None = None
     runs: Path = Path("runs/regbench")
     how: How = HERE
+    grid: bool = False
     bounds: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         given = {"states": self.states, "letters": self.letters}
         object.__setattr__(self, "bounds", {k: (v, v) for k, v in given.items() if v is not None})
+
+
+# What Table 1 is made of, by folder.
+TABLE1: dict[str, dict[str, tuple[Experiment, ...]]] = {
+    "tiny": {"regbench": (Experiment("tiny", seeds=(0, 1)),)},
+    "small": {
+        "regbench": (
+            Experiment(models=("mosaic",), seeds=(0, 1)),
+            Experiment(models=tuple(MIXERS)),
+            Experiment(models=("mosaic",), kernels=("gaussian", "epanechnikov"), epochs=200, lr=1e-4),
+        ),
+        # What stays at the unigram's level with a thousand examples learns here.
+        "regbench-easier": (Experiment(models=("transformer", "mamba", "s4"), states=4, letters=6),),
+    },
+    "paper": {"regbench": (Experiment("paper", seeds=(0, 1, 2)),)},
+}
 
 
 def run(experiment: Experiment) -> int:
@@ -147,7 +179,7 @@ def run(experiment: Experiment) -> int:
     for examples in experiment.examples or SCALES[experiment.scale].examples:
         here = [run for run in runs if run.config.task.examples == examples]
         print(f"\n{examples:,} examples")
-        _show(here, _data(here[0].config.task)[1])
+        _show(best(here) if experiment.grid else here, _data(here[0].config.task)[1])
     return status
 
 
@@ -176,31 +208,65 @@ def plan(experiment: Experiment, examples: int) -> list[RunConfig]:
         UserError: settings that nothing can be made of.
     """
     scale = SCALES[experiment.scale]
-    lr, epochs = experiment.lr or scale.lr, experiment.epochs or scale.epochs
-    steps = -(-examples // BATCH)
-    kernels = experiment.kernels or scale.kernels
     try:
         task = RegBenchConfig(
             **experiment.bounds, examples=examples, validation=scale.held_out[0], test=scale.held_out[1]
         )
-        training = TrainConfig(
-            epochs * steps, BATCH, lr=lr, lr_end=lr / 10, warmup=0.1, weight_decay=0.01,
-            norm_lr=scale.norm_lr, scalar_lr=scale.scalar_lr, evaluate_every=scale.every * steps,
-        )  # fmt: skip
-        models: list[MosaicConfig | SequenceConfig] = []
-        for name in experiment.models:
-            if name == "mosaic":
-                models += [
-                    MosaicConfig(VOCAB, **scale.mosaic, kernel=spell(kernel(k)), dropout=0.05)
-                    for k in kernels
-                ]
-            else:
-                models.append(SequenceConfig(VOCAB, mixer=name, **scale.baselines[name]))
+        models = [pair for name in experiment.models for pair in _models(experiment, scale, name, examples)]
     except ValueError as error:
         raise UserError(str(error)) from error
     return [
-        RunConfig(task, model, training, seed) for seed, model in itertools.product(experiment.seeds, models)
+        RunConfig(task, model, training, seed)
+        for seed, (model, training) in itertools.product(experiment.seeds, models)
     ]
+
+
+def _models(
+    experiment: Experiment, scale: Scale, name: str, examples: int
+) -> Iterator[tuple[MosaicConfig | SequenceConfig, TrainConfig]]:
+    if name == "mosaic":
+        for k in experiment.kernels or scale.kernels:
+            model = MosaicConfig(VOCAB, **scale.mosaic, kernel=spell(kernel(k)), dropout=0.05)
+            yield model, _training(experiment, scale, examples)
+        return
+    grid: dict[str, tuple[Any, ...]] = GRIDS[experiment.scale] if experiment.grid else {}
+    if not MIXERS[name].heads:
+        grid = {key: values for key, values in grid.items() if key != "heads"}
+    for values in itertools.product(*grid.values()):
+        point = dict(zip(grid, values, strict=True))
+        sizes = {key: point.pop(key) for key in ("width", "layers", "heads") if key in point}
+        yield (
+            SequenceConfig(VOCAB, mixer=name, **(dict(scale.baselines[name]) | sizes)),
+            _training(experiment, scale, examples, **point),
+        )
+
+
+def _training(
+    experiment: Experiment,
+    scale: Scale,
+    examples: int,
+    epochs: int | None = None,
+    lr: float | None = None,
+    weight_decay: float = 0.01,
+) -> TrainConfig:
+    lr, epochs = experiment.lr or lr or scale.lr, experiment.epochs or epochs or scale.epochs
+    steps = -(-examples // BATCH)
+    return TrainConfig(
+        epochs * steps, BATCH, lr=lr, lr_end=lr / 10, warmup=0.1, weight_decay=weight_decay,
+        norm_lr=scale.norm_lr, scalar_lr=scale.scalar_lr, evaluate_every=scale.every * steps,
+    )  # fmt: skip
+
+
+def best(runs: Sequence[Run]) -> list[Run]:
+    """Of the finished runs of each model, size and seed: the one with the least validation loss."""
+    found: dict[tuple[str, int, int], Run] = {}
+    for run in sorted((run for run in runs if run.finished), key=_validation):
+        found.setdefault((run.config.name, run.config.task.examples, run.config.seed), run)
+    return [run for run in runs if run in found.values()]
+
+
+def _validation(run: Run) -> float:
+    return min(line["loss"] for line in run.metrics())
 
 
 @lru_cache(maxsize=1)

@@ -36,7 +36,7 @@ from parzen.lab.train import Keeper, TrainConfig, train
 from parzen.models.backbone import Backbone
 from parzen.models.generate import generate
 from parzen.models.mosaic import Mosaic, MosaicConfig
-from parzen.models.sequence import SequenceConfig
+from parzen.models.sequence import MIXERS, SequenceConfig
 
 # How many validation windows show what the kernel does, and how many words the attention map has.
 USE_WINDOWS, MAP_TOKENS = 32, 24
@@ -56,7 +56,7 @@ class Comparison:
         width, heads, vocab, context, dropout: of every model.
         slots: of mosaics.
         positions: of transformers (see ``SequenceConfig``).
-        batch, accumulate, lr, norm_lr, scalar_lr, precision: of training (see ``TrainConfig``).
+        batch, accumulate, lr, norm_lr, scalar_lr, warmup, precision: of training (see ``TrainConfig``).
         curve: how often the validation loss is taken.
         sample: on how many windows, spread over the validation text; None: all, as at the end.
         most: bytes of text to read or to generate; None: all.
@@ -85,11 +85,30 @@ class Comparison:
     lr: float = 1e-2
     norm_lr: float = 30.0
     scalar_lr: float = 0.1
+    warmup: float = 0.05
     precision: str = "float32"
     curve: int = 20
     sample: int | None = None
     most: int | None = None
     how: How = HERE
+
+
+# What Figure 2 is made of. *paper* is 80,000 steps, 2,000 of them rising.
+FIGURE2: dict[str, tuple[Comparison, ...]] = {
+    "tiny": (
+        Comparison(
+            seeds=(0, 1), tokens=10_000, width=32, heads=2, slots=32, vocab=512, context=64, most=300_000
+        ),
+    ),
+    "small": (Comparison(layers=(1, 4), seeds=(0, 1)), Comparison(layers=(8,))),
+    "paper": (
+        Comparison(
+            layers=(1, 8, 12), seeds=(0, 1, 2), tokens=80_000 * 512 * 512, width=768, heads=12, slots=2688,
+            vocab=50_304, context=512, dropout=0.05, batch=512, accumulate=16, lr=5e-3, norm_lr=1.0,
+            scalar_lr=1.0, warmup=0.025, precision="bf16", curve=80,
+        ),
+    ),
+}  # fmt: skip
 
 
 def run(comparison: Comparison) -> int:
@@ -133,7 +152,7 @@ def part(comparison: Comparison, stories: Stories, tokens: int) -> Part:
     paths = {"data": comparison.data, "valid": comparison.valid}
     return Part(
         comparison.runs,
-        plan(comparison, stories, tokens),
+        plan(comparison, stories.config, tokens),
         lambda run: needed,
         {
             "tokenizer.json": stories.tokenizer.to_str().encode(),
@@ -184,8 +203,12 @@ def _sampled(windows: evaluate.Windows, count: int | None) -> evaluate.Windows:
     return windows[0][spread], windows[1][spread]
 
 
-def plan(comparison: Comparison, stories: Stories, tokens: int) -> list[RunConfig]:
-    """The configs of all runs, seed by seed, then depth by depth."""
+def plan(comparison: Comparison, text: StoriesConfig, tokens: int) -> list[RunConfig]:
+    """The configs of all runs, seed by seed, then depth by depth.
+
+    Raises:
+        UserError: settings that nothing can be made of.
+    """
     steps = max(1, math.ceil(tokens / (comparison.batch * comparison.context)))
     try:
         schedule = TrainConfig(
@@ -195,15 +218,16 @@ def plan(comparison: Comparison, stories: Stories, tokens: int) -> list[RunConfi
             lr=comparison.lr,
             norm_lr=comparison.norm_lr,
             scalar_lr=comparison.scalar_lr,
+            warmup=comparison.warmup,
             evaluate_every=max(1, round(steps / comparison.curve)),
             precision=comparison.precision,
         )
         return [
-            RunConfig(stories.config, model, schedule, seed)
+            RunConfig(text, model, schedule, seed)
             for seed, layers, name in itertools.product(
                 comparison.seeds, comparison.layers, comparison.models
             )
-            for model in _models(comparison, stories.vocab, layers, name)
+            for model in _models(comparison, text.vocab, layers, name)
         ]
     except ValueError as error:
         raise UserError(str(error)) from error
@@ -220,11 +244,11 @@ def _models(c: Comparison, vocab: int, layers: int, name: str) -> list[MosaicCon
         layers,
         name,
         c.heads,
-        positions=c.positions if name == "transformer" else "learned",
+        positions=c.positions if MIXERS[name].attends else "learned",
         max_length=c.context,
         dropout=c.dropout,
     )
-    return [replace(model, kernel=k) for k in kernels] if name == "transformer" else [model]
+    return [replace(model, kernel=k) for k in kernels] if MIXERS[name].attends else [model]
 
 
 def _tokens(comparison: Comparison, stories: Stories) -> int:
@@ -238,7 +262,7 @@ def _tokens(comparison: Comparison, stories: Stories) -> int:
     inputs, targets = stories.windows(comparison.context)
     evaluated = len(inputs) + comparison.curve * min(len(inputs), comparison.sample or len(inputs))
     a_step = evaluations = 0.0
-    for config in plan(comparison, stories, 0):
+    for config in plan(comparison, stories.config, 0):
         a_step += seconds_a_step(comparison, stories, config)
         start = time.perf_counter()
         evaluate.loss(build(config), (inputs[:16], targets[:16]))
@@ -254,7 +278,7 @@ def seconds_a_step(
     comparison: Comparison, stories: Stories, config: RunConfig | None = None, steps: int = 8
 ) -> float:
     """The median over some steps of ``config``, or of the first run."""
-    config = config or plan(comparison, stories, 0)[0]
+    config = config or plan(comparison, stories.config, 0)[0]
     inputs, targets = stories.windows(comparison.context)
     clock = [0.0]
     train(
