@@ -166,7 +166,11 @@ class Chart:
         axes.set_title(self.title)
         axes.set(xlabel=self.x_label, ylabel=self.y_label, ylim=self.limits)
         axes.grid(alpha=0.25)
-        axes.legend(fontsize=8)
+        if len(self.series) > len(COLORS):
+            # More names than there is room for inside.
+            axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        else:
+            axes.legend(fontsize=8)
 
 
 @dataclass(frozen=True, eq=False)
