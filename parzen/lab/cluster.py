@@ -44,11 +44,10 @@ def carry_out(runs: Sequence[Run], how: How) -> Iterator[tuple[Run, str | None]]
         raise UserError("ray is not installed; run: pip install 'parzen[ray]'") from error
     began_here = not ray.is_initialized()
     if began_here:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if how.address is None:
-            # Nothing of it is to be seen from outside this machine.
-            quiet |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            quiet["include_dashboard"] = False
         try:
             _knock(how.address)
             ray.init(how.address, **quiet)
