@@ -82,7 +82,8 @@ def commands():
         formatter = argparse.HelpFormatter(command.prog, width=80)
         yield from ("", name, "-" * len(name), "", escape(command.description), "")
         yield from (".. code-block:: text", "")
-        yield from ("   " + line for line in command.format_usage().removeprefix("usage: ").splitlines())
+        usage = command.format_usage().removeprefix("usage: ").replace("\n       ", "\n")
+        yield from ("   " + line for line in usage.splitlines())
         yield from ("", f".. program:: {command.prog}", "")
         for action in command._actions:
             if action.dest != "help":
@@ -96,13 +97,13 @@ def escape(text):
 
 
 def formulas(app, what, name, obj, options, lines):
-    """Makes an indented formula of a docstring, between empty lines, a literal block."""
+    """Makes an indented formula of a docstring, between empty lines, a literal block, and no list of "H."."""
     done = []
     for line in lines:
         before = next((old for old in reversed(done) if old), "")
         if line.startswith(" ") and done and not done[-1] and before and not before.startswith(" "):
             done += ["::", ""]
-        done.append(line)
+        done.append(re.sub(r"^( +[\w, ]+: )(\w\.)", r"\1\\\2", line))
     lines[:] = done
 
 
