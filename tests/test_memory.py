@@ -102,11 +102,11 @@ def test_every_size(kernel: str, n: int):
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 16, 17, 64, 100, 1030])
-@pytest.mark.parametrize("kernel", ["biweight", "knn_gaussian"])
+@pytest.mark.parametrize("kernel", ["gaussian", "biweight", "knn_gaussian"])
 def test_every_width(isa: str, kernel: str, size: int):
     g = torch.Generator().manual_seed(0)
-    k, v = ((torch.randn(2, 1100, n, generator=g) * 8).round() / 8 for n in (size, 5))
-    memory = KeyValueMemory(kernel, 2, size, 5, scale=0.125)
+    k, v = ((torch.randn(2, 1100, n, generator=g) * 8).round() / 8 for n in (size, size + 4))
+    memory = KeyValueMemory(kernel, 2, size, size + 4)
     memory.append(k, v)
     q = (torch.randn(2, 3, size, generator=g) * 8).round() / 8
     agrees(memory, q)

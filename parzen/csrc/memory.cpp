@@ -5,7 +5,8 @@
 //   2. Each query merges what its runs have left, and cuts once more by all lower bounds together.
 //   3. What is left then gets its true score, the threshold is solved on those, and values are read on the support.
 //
-// Keys without codes (the last chunk, and numbers that no code fits) are read in step 1 at once. Runs and slices
+// Keys without codes (the last chunk, and numbers that no code fits) are read in step 1 at once. A Gaussian leaves
+// nothing out, and reads keys and values of each run in one pass. Runs and slices
 // have fixed sizes and are put together in order: the split of work over threads never changes a bit.
 #include "memory.h"
 
@@ -53,6 +54,8 @@ struct Access {
                        const float* upper, int64_t n, T* out);
   // out += Σ_l w[l]·v[index[l]]
   void (*combine)(const Recall& A, int64_t head, const T* w, const int32_t* index, int64_t n, T* out);
+  // out += Σ_l w[l]·v[j0 + l], all of one chunk
+  void (*combine_all)(const Recall& A, int64_t head, const T* w, int64_t j0, int64_t n, T* out);
 };
 
 template <class X, class T>
@@ -78,20 +81,52 @@ int64_t scores_at(const Recall& A, int64_t head, const T* q, T scale, const int3
   return read;
 }
 
-template <class X, class T>
-void combine_rows(const Recall& A, int64_t head, const T* w, const int32_t* index, int64_t n, T* out) {
-  const Store<X> store(A);
+// out[c] += Σ_l w[l]·row(l)[c] for the columns of N vectors, which stay in registers. A weight of 0 takes nothing,
+// not even NaN.
+template <int N, class T, class Rows>
+INLINE void add_columns(T* out, const T* w, int64_t n, Rows row) {
+  constexpr int L = LANES<T>;
+  V<T> acc[N];
+#pragma GCC unroll 4
+  for (int c = 0; c < N; c++) acc[c] = load(out + c * L);
   for (int64_t l = 0; l < n; l++) {
-    if (l + LOOK_AHEAD < n) fetch(store.value(head, index[l + LOOK_AHEAD]), A.D * sizeof(X));
-    // A weight of 0 takes nothing, not even NaN.
-    if (w[l] != 0) add_row(out, w[l], store.value(head, index[l]), A.D);
+    if (l + LOOK_AHEAD < n) fetch(row(l + LOOK_AHEAD), N * L * sizeof(*row(0)));
+    if (w[l] == 0) continue;
+    const auto* x = row(l);
+    const V<T> f = splat(w[l]);
+#pragma GCC unroll 4
+    for (int c = 0; c < N; c++) acc[c] = fma<T>(f, load_as(x + c * L), acc[c]);
   }
+#pragma GCC unroll 4
+  for (int c = 0; c < N; c++) store(out + c * L, acc[c]);
+}
+
+template <class T, class Rows>
+INLINE void add_rows(T* out, const T* w, int64_t n, int64_t D, Rows row) {
+  constexpr int L = LANES<T>;
+  int64_t d = 0;
+  for (; d + 4 * L <= D; d += 4 * L) add_columns<4>(out + d, w, n, [&](int64_t l) { return row(l) + d; });
+  for (; d + L <= D; d += L) add_columns<1>(out + d, w, n, [&](int64_t l) { return row(l) + d; });
+  for (int64_t l = 0; l < n && d < D; l++)
+    if (w[l] != 0) store<T>(out + d, fma<T>(splat(w[l]), load_some(row(l) + d, D - d), load(out + d)));
+}
+
+template <class X, class T>
+void combine(const Recall& A, int64_t head, const T* w, const int32_t* index, int64_t n, T* out) {
+  const Store<X> store(A);
+  add_rows(out, w, n, A.D, [&](int64_t l) { return store.value(head, index[l]); });
+}
+
+template <class X, class T>
+void combine_all(const Recall& A, int64_t head, const T* w, int64_t j0, int64_t n, T* out) {
+  const X* x = Store<X>(A).value(head, j0);
+  add_rows(out, w, n, A.D, [&](int64_t l) { return x + l * A.D; });
 }
 
 template <class X>
 Access<typename Computed<X>::T> access_of() {
   using T = typename Computed<X>::T;
-  return {scores<X, T>, scores_at<X, T>, combine_rows<X, T>};
+  return {scores<X, T>, scores_at<X, T>, combine<X, T>, combine_all<X, T>};
 }
 
 // ---- candidates ----------------------------------------------------------------------------------
@@ -426,7 +461,7 @@ void run_item(const void* data, int64_t number, char* memory) {
       const T* q = scratch.query + i * P.room();
       // Where most keys count anyway they are read at once.
       const bool sparse = scratch.seen[i] < 2 * A.chunk || row.n * 4 <= scratch.seen[i] * 3;
-      const bool screened = chunk.codes && A.rule != EVERYWHERE && sparse &&
+      const bool screened = chunk.codes && sparse &&
                             code_query(q, A.E, P.scale(b, at.h, at.t), frame, *scratch.coded);
       scratch.seen[i] += hi - lo;
       // A whole chunk lies too far away.
@@ -606,7 +641,7 @@ int32_t recall_queries(const Recall& A, const Access<T>& access, int64_t t0, int
     for (int64_t i = 0; i < rows; i++) P.rows[i] = Query<T>();
     Pieces pieces = {nullptr};
     RunScratch<T> measure(pieces, A, A.H / A.Hk * queries);
-    const bool seeded = A.rule != EVERYWHERE && A.rule != THRESHOLD && runs > 1;
+    const bool seeded = A.rule != THRESHOLD && runs > 1;
     failed = seeded && run(A, {seed_item<K, T>, &P, rows, pieces.used});
     failed = failed || run(A, {run_item<K, T>, &P, A.B * A.Hk * runs, pieces.used}) || P.failed;
     const int64_t query = P.room() * (int64_t)sizeof(T);
@@ -635,11 +670,119 @@ int32_t recall_queries(const Recall& A, const Access<T>& access, int64_t t0, int
   return failed;
 }
 
+// ---- everything ----------------------------------------------------------------------------------
+
+// What a Gaussian makes of one run: Σ e^{s−m} v, apart, and Σ e^{s−m} over its n keys.
+template <class T>
+struct Part {
+  T m, mass;
+  int64_t n;
+};
+
+template <class T>
+struct Parts {
+  const Pass<T>& P;
+  Part<T>* part;  // per row and run
+  T* sums;
+};
+
+// Weights of one block relative to the best score so far.
+template <class T>
+void add_block(const Pass<T>& P, const Place<T>& at, const T* q, int64_t j0, int64_t lo, int64_t hi, T* score, Part<T>& part,
+               T* sums) {
+  const uint64_t allowed = allowed_keys<T>(P.A, at.b, at.h, at.t, j0, lo, hi);
+  const int64_t begin = larger(lo, j0) - j0, end = smaller(hi, j0 + BLOCK) - j0;
+  if (!allowed) return;
+  P.access.scores(P.A, at.head, q, P.scale(at.b, at.h, at.t), j0 + begin, end - begin, score + begin);
+  for (uint64_t rest = ~allowed; rest; rest &= rest - 1) score[__builtin_ctzll(rest)] = -(T)INFINITY;
+  V<T> best = splat(-(T)INFINITY), mass = {};
+  int64_t n = 0;
+  for (int j = 0; j < BLOCK; j += LANES<T>) {
+    const V<T> s = load(score + j);
+    n += __builtin_popcount(above<T>(s, splat(-(T)INFINITY)));
+    best = maximum<T>(s, best);
+  }
+  if (!n) return;
+  const T m = largest<T>(best);
+  if (m > part.m) {
+    const V<T> less = exponential(splat(part.m) - m);
+    for (int64_t d = 0; d < P.width() && part.n; d += LANES<T>) store<T>(sums + d, load(sums + d) * less);
+    part.mass = part.n ? part.mass * less[0] : 0, part.m = m;
+  }
+  part.n += n;
+  for (int j = 0; j < BLOCK; j += LANES<T>) {
+    const V<T> w = exponential(load(score + j) - part.m);
+    mass += w;
+    store<T>(score + j, w);
+  }
+  part.mass += sum<T>(mass);
+  P.access.combine_all(P.A, at.head, score + begin, j0 + begin, end - begin, sums);
+}
+
+template <class T>
+void part_item(const void* data, int64_t number, char* memory) {
+  const Parts<T>& all = *(const Parts<T>*)data;
+  const Pass<T>& P = all.P;
+  const Recall& A = P.A;
+  const int64_t run = number % P.runs, head = number / P.runs, group = A.H / A.Hk, rows = group * P.queries;
+  const int64_t first = head * rows, last = smaller(A.S, (run + 1) * RUN * A.chunk);
+  T *query = (T*)memory, *score = query + rows * P.room();
+  for (int64_t i = 0; i < rows; i++) {
+    const Place<T> at(P, first + i);
+    P.query(at.b, at.h, at.t, query + i * P.room());
+    all.part[(first + i) * P.runs + run].m = -INFINITY;
+  }
+  for (int64_t j0 = run * RUN * A.chunk; j0 < last; j0 += BLOCK)
+    for (int64_t i = 0; i < rows; i++) {
+      const Place<T> at(P, first + i);
+      const int64_t part = (first + i) * P.runs + run;
+      int64_t lo, hi;
+      P.limits(at.t, lo, hi);
+      if (lo < j0 + BLOCK && hi > j0) add_block(P, at, query + i * P.room(), j0, lo, hi, score, all.part[part], all.sums + part * P.width());
+    }
+}
+
+template <class T>
+void write_parts(const Parts<T>& all, int64_t number) {
+  const Pass<T>& P = all.P;
+  const Recall& A = P.A;
+  const Place<T> at(P, number);
+  const Part<T>* part = all.part + number * P.runs;
+  T *o = P.at(A.o, at.b, at.h, at.t), m = -INFINITY, mass = 0;
+  memset(o, 0, A.D * sizeof(T));
+  int64_t n = 0, lo, hi;
+  for (int64_t run = 0; run < P.runs; run++) m = part[run].m > m ? part[run].m : m, n += part[run].n;
+  for (int64_t run = 0; run < P.runs; run++) {
+    if (!part[run].n) continue;
+    const T factor = exponential(splat(part[run].m) - m)[0], *sums = all.sums + (number * P.runs + run) * P.width();
+    mass += factor * part[run].mass;
+    for (int64_t d = 0; d < A.D; d++) o[d] += factor * sums[d];
+  }
+  for (int64_t d = 0; d < A.D && n; d++) o[d] /= mass;
+  const int64_t row = (at.b * A.H + at.h) * A.T + at.t;
+  P.limits(at.t, lo, hi);
+  if (A.scored) A.scored[row] = hi - lo, A.support[row] = n;
+}
+
+template <class T>
+int32_t recall_everything(const Recall& A, const Access<T>& access, int64_t t0, int64_t queries) {
+  const int64_t rows = A.B * A.H * queries, runs = tiles_of(A.S, RUN * A.chunk);
+  const Pass<T> P = {A, access, t0, queries, runs, nullptr, nullptr, nullptr, nullptr, 0};
+  Parts<T> all = {P, (Part<T>*)calloc(rows * runs + 1, sizeof(Part<T>)), (T*)calloc(rows * runs * P.width() + 1, sizeof(T))};
+  const int64_t scratch = (A.H / A.Hk * queries * P.room() + BLOCK) * (int64_t)sizeof(T);
+  int32_t failed = !all.part || !all.sums || run(A, {part_item<T>, &all, A.B * A.Hk * runs, scratch});
+  for (int64_t row = 0; row < rows && !failed; row++) write_parts(all, row);
+  free(all.part);
+  free(all.sums);
+  return failed;
+}
+
 template <Kind K, class T>
 int32_t recall_kind(const Recall& A, const Access<T>& access) {
   const int64_t at_once = larger(1, ROWS / (A.H / A.Hk));
+  auto some = K == GAUSS && A.rule == EVERYWHERE ? recall_everything<T> : recall_queries<K, T>;
   for (int64_t t = 0; t < A.T; t += at_once)
-    if (recall_queries<K, T>(A, access, t, smaller(at_once, A.T - t))) return 1;
+    if (some(A, access, t, smaller(at_once, A.T - t))) return 1;
   return 0;
 }
 

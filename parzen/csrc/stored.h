@@ -61,15 +61,5 @@ INLINE T product(const T* q, const X* x, int64_t E) {
   return sum<T>((acc[0] + acc[1]) + (acc[2] + acc[3]));
 }
 
-// out += w·x; out has room for whole vectors.
-template <class X, class T = typename Computed<X>::T>
-INLINE void add_row(T* out, T w, const X* x, int64_t D) {
-  constexpr int L = LANES<T>;
-  const V<T> f = splat(w);
-  int64_t d = 0;
-  for (; d + L <= D; d += L) store<T>(out + d, fma<T>(f, load_as(x + d), load(out + d)));
-  if (d < D) store<T>(out + d, fma<T>(f, load_some(x + d, D - d), load(out + d)));
-}
-
 }  // namespace
 }  // namespace parzen
