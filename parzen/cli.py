@@ -246,7 +246,7 @@ def _add_training(command: Parser) -> None:
         command.add_argument(f"--{name}", type=_positive, metavar="X", help=about)
     command.add_argument("--dropout", type=float, metavar="P", help="on memory weights, … (default: 0.0)")
     command.add_argument("--positions", help="of a transformer: learned, none, rotary (default), alibi, nape")
-    command.add_argument("--precision", choices=("float32", "bf16"))
+    command.add_argument("--precision", choices=("float32", "bf16"), help="default: float32")
     _add_how(command)
 
 
