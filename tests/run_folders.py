@@ -39,7 +39,7 @@ def add_run(root, kernel="gaussian", layers=1, seed=0, offset=0.0, finished=True
     environment = {
         "torch": "2",
         "machine": "<b>x</b>",
-        "command": "/home/me/bin/parzen compare --data /a/b.txt",
+        "command": "/home/me/parzen/cli.py compare --data /a/b.txt",
     }
     (run.folder / "environment.json").write_text(json.dumps(environment))
     loss = math.nan
