@@ -17,17 +17,20 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import parzen
 from parzen.backends import Call, cpu
 from parzen.kernels import Nearest, lower
+from parzen.lab.errors import UserError
+from parzen.lab.sweep import best_model
+from parzen.lab.tasks.stories import END, StoriesConfig, read_tokenizer
 from parzen.lab.tasks.tales import tales
 from parzen.memory import KeyValueMemory
 from parzen.models.mosaic import Mosaic, MosaicBlock, MosaicConfig
@@ -351,7 +354,7 @@ def bench_attention(
 
 # ---- decoding ------------------------------------------------------------------------------------
 
-DECODE_KERNELS = ("epanechnikov", "biweight", "relumax", "knn_gaussian")
+DECODE_KERNELS = ("epanechnikov", "biweight", "relumax", "knn_gaussian", "gaussian")
 DECODE_LENGTHS = (4096, 16384, 65536, 131072, 1048576)
 DECODE_DTYPES = (torch.float32, torch.bfloat16)
 HEADS, SIZE, TURNS = 8, 64, 7
@@ -462,6 +465,48 @@ def _mosaic(n: int) -> Stored:
     return Stored(k[:, :, :n].contiguous(), v[:, :, :n].contiguous(), k[:, :, n:].contiguous(), scale)
 
 
+@lru_cache(maxsize=1)
+def _read_by(folder: Path, n: int) -> list[Stored]:
+    """What each layer of a trained run stores of n tokens of the built-in stories, and asks after them."""
+    run, model = best_model(folder)
+    if not isinstance(run.config.task, StoriesConfig) or not isinstance(model, Mosaic):
+        raise UserError(f"{folder} is no mosaic that was trained on stories")
+    tokenizer = read_tokenizer(folder / "tokenizer.json")
+    tokens: list[int] = []
+    for story in tales(0):
+        tokens += tokenizer.encode(story + END).ids
+        if len(tokens) > n + TURNS:
+            break
+    else:
+        raise UserError(f"the built-in stories have {len(tokens)} tokens of this run: choose shorter lengths")
+    mixers = [cast(MosaicBlock, block).mixer for block in model.blocks]
+    scales: dict[nn.Module, Tensor] = {}
+    for mixer in mixers:
+        mixer.bandwidth.register_forward_hook(lambda module, _, scale: scales.update({module: scale}))
+    state, queries = model.initial_state(1), []
+    # A value waits for the position after it, whose key is the first query.
+    text = torch.tensor([tokens[: n + TURNS + 1]])
+    for part in (*text[:, :n].split(4096, 1), *text[:, n:].split(1, 1)):
+        _, state = model.prefill(part, state)
+        queries.append([stored.key for stored, _ in state])
+    return [
+        Stored(
+            stored.pairs.keys[:, :, :n].clone(),
+            stored.pairs.values[:, :, :n].clone(),
+            torch.cat([each[layer] for each in queries[-TURNS - 1 :]], 2),
+            scales[mixers[layer].bandwidth],
+        )
+        for layer, (stored, _) in enumerate(state)
+    ]
+
+
+def _layers(folder: Path) -> dict[str, Callable[[int], Stored]]:
+    def layer(i: int, n: int) -> Stored:
+        return _read_by(folder, n)[i]
+
+    return {f"layer {i + 1}": partial(layer, i) for i in range(len(best_model(folder)[1].blocks))}
+
+
 INPUTS: dict[str, Callable[[int], Stored]] = {
     "N(0,1)": _normal,
     "clustered": _clustered,
@@ -474,8 +519,9 @@ def decode_gate(memory: KeyValueMemory, stored: Stored, what: str) -> None:
     """Raises AssertionError unless one step agrees with the dense definition in float64, head by head."""
     query = stored.queries[:, :, -1:]
     got = memory.attend(query.float())
-    scales = torch.as_tensor(stored.scale, dtype=torch.float64).expand(1, HEADS, 1)
-    for h in range(HEADS):
+    heads = memory.heads
+    scales = torch.as_tensor(stored.scale, dtype=torch.float64).expand(1, heads, 1)
+    for h in range(heads):
         q, k, v = (x[:, h : h + 1].double() for x in (query, stored.keys, stored.values))
         scale = scales[:, h : h + 1]
         rule = memory.kernel.rule
@@ -504,13 +550,15 @@ def _seconds(f: Callable[[Tensor], Tensor], queries: Sequence[Tensor]) -> Callab
     return once
 
 
-def measure_decode(n: int, dtype: torch.dtype, inputs: str, kernels: Sequence[str]) -> list[Step]:
-    """The lines of one store."""
-    made = INPUTS[inputs](n)
+def measure_decode(
+    n: int, dtype: torch.dtype, inputs: str, made: Stored, kernels: Sequence[str]
+) -> list[Step]:
+    """The lines of one store of n pairs."""
     k, v, q = (x.to(dtype) for x in (made.keys, made.values, made.queries))
     stored = Stored(k, v, q, made.scale)
     plain = stored.keys.nbytes + stored.values.nbytes
-    first = KeyValueMemory(kernels[0], HEADS, SIZE, scale=stored.scale, dtype=dtype)
+    heads, size = k.shape[1], k.shape[3]
+    first = KeyValueMemory(kernels[0], heads, size, scale=stored.scale, dtype=dtype)
     first.append(stored.keys, stored.values)
     # The same pairs for every kernel: copies share full chunks.
     memories = {name: first.copy() for name in kernels}
@@ -526,10 +574,14 @@ def measure_decode(n: int, dtype: torch.dtype, inputs: str, kernels: Sequence[st
         return F.scaled_dot_product_attention(q, stored.keys, stored.values, scale=factor)
 
     queries = list(stored.queries.split(1, 2))
-    clocks = {"sdpa": _seconds(dense, queries)}
-    clocks |= {name: _seconds(memory.attend, queries) for name, memory in memories.items()}
+    clocks = {}
+    for name, memory in memories.items():
+        # Before each of them, or a store would be in the cache because another kernel just read it.
+        clocks[f"SDPA before {name}"] = _seconds(dense, queries)
+        clocks[name] = _seconds(memory.attend, queries)
     with torch.no_grad():
-        times = {name: statistics.median(each) for name, each in take_turns(clocks, TURNS).items()}
+        times = take_turns(clocks, TURNS)
+    sdpa = statistics.median(t for name, each in times.items() if name not in memories for t in each)
     lines = []
     for name, memory in memories.items():
         reads = [memory.reads(q) for q in queries]
@@ -537,10 +589,11 @@ def measure_decode(n: int, dtype: torch.dtype, inputs: str, kernels: Sequence[st
             float(torch.cat(x).double().mean())
             for x in ([r.scored for r in reads], [r.support for r in reads])
         )
+        seconds = statistics.median(times[name])
         lines.append(
             Step(
-                n, str(dtype).removeprefix("torch."), inputs, name, times[name], times["sdpa"],
-                times[name] / times["sdpa"], memory.nbytes / plain, scored / n, support,
+                n, str(dtype).removeprefix("torch."), inputs, name, seconds, sdpa, seconds / sdpa,
+                memory.nbytes / plain, scored / n, support,
             )
         )  # fmt: skip
     return lines
@@ -566,36 +619,41 @@ def bench_decode(
     lengths: Sequence[int] | None = None,
     kernels: Sequence[str] | None = None,
     threads: int | None = None,
+    folder: Path | None = None,
     out: str | Path | None = None,
     show: Callable[[str], object] = print,
 ) -> list[Step]:
     """One query for each of 8 heads of 64 to a ``KeyValueMemory``, against SDPA over the same pairs.
 
     Args:
-        lengths: how many keys are stored; default 4096 to 1048576, the last with N(0,1) inputs in float32.
-        kernels: names; default epanechnikov, biweight, relumax and knn_gaussian.
+        lengths: how many keys are stored; default 4096 to 1048576, the last with N(0,1) inputs in float32, or
+            4096 and 16384 of a run.
+        kernels: names; default epanechnikov, biweight, relumax, knn_gaussian and gaussian.
         threads: of torch; default as it is set.
+        folder: a trained run; its heads and keys, layer by layer, in place of made ones.
         out: a folder for ``decode.md`` and ``decode.jsonl``; None saves nothing.
         show: receives the text.
 
     Raises:
         AssertionError: a kernel disagrees with float64.
         ValueError: the CPU engine was not built, a length below 1, or more threads than processors.
+        UserError: no such run, another model or task, or more tokens than the built-in stories have.
     """
     prepare(threads)
     if lengths is not None and min(lengths) < 1:
         raise ValueError(f"lengths must be at least 1, got {list(lengths)}")
     lines: list[Step] = []
-    for n in lengths or DECODE_LENGTHS:
+    sources = INPUTS if folder is None else _layers(folder)
+    for n in lengths or (DECODE_LENGTHS if folder is None else DECODE_LENGTHS[:2]):
         for dtype in DECODE_DTYPES:
-            for inputs in INPUTS:
+            for inputs, make in sources.items():
                 if (
                     lengths is None
                     and n == DECODE_LENGTHS[-1]
                     and (dtype, inputs) != (torch.float32, "N(0,1)")
                 ):
                     continue
-                fresh = measure_decode(n, dtype, inputs, kernels or DECODE_KERNELS)
+                fresh = measure_decode(n, dtype, inputs, make(n), kernels or DECODE_KERNELS)
                 lines += fresh
                 show(decode_table(fresh))
     if out is not None:

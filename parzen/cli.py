@@ -515,19 +515,24 @@ def _add_bench(commands: Commands[Parser]) -> None:
     )
     command.add_argument("--threads", type=_whole(1), help="default: all cores")
     command.add_argument("--long", action="store_true", help="attention: also one head of 131072 keys")
+    command.add_argument(
+        "--run", dest="folder", type=_path, metavar="RUN", help="decode: what its memories store"
+    )
     command.add_argument("--out", type=_path, metavar="DIR", help="save WHAT.md and WHAT.jsonl there")
 
 
 def _bench(arguments: argparse.Namespace) -> int:
     bench = import_module("parzen.bench")
-    options = {k: v for k, v in vars(arguments).items() if k not in ("run", "what", "long")}
+    options = {k: v for k, v in vars(arguments).items() if k not in ("run", "what", "long", "folder")}
     if arguments.long and arguments.what != "attention":
         raise UserError("--long goes with attention only; for decode see --lengths")
+    if arguments.folder and arguments.what != "decode":
+        raise UserError("--run goes with decode only")
     try:
         if arguments.what == "attention":
             bench.bench_attention(**options, long=arguments.long)
         else:
-            bench.bench_decode(**options)
+            bench.bench_decode(**options, folder=arguments.folder)
     except ValueError as error:
         raise UserError(str(error)) from error
     return 0

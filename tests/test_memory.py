@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pickle
 import struct
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +21,11 @@ import parzen
 from parzen import bench
 from parzen.backends import cpu, recall
 from parzen.kernels import Kernel, Power, UnitMass, WithinMargin
+from parzen.lab.errors import UserError
+from parzen.lab.tasks.stories import END, StoriesConfig
+from parzen.lab.tasks.tales import tales
 from parzen.memory import DTYPES, KeyValueMemory
+from parzen.models.mosaic import Mosaic, MosaicConfig
 
 ISAS = cpu.info()["isas"]
 needs_engine = pytest.mark.skipif(not ISAS, reason="the CPU engine was not built")
@@ -624,3 +631,35 @@ def test_the_benchmark_times_nothing_that_is_off(tmp_path, monkeypatch: pytest.M
     monkeypatch.setattr(KeyValueMemory, "attend", lambda self, q: 1.01 * attend(self, q))
     with pytest.raises(AssertionError, match="nothing is timed"):
         bench.bench_decode(lengths=[1100], show=lambda text: None)
+
+
+def test_the_benchmark_reads_what_each_layer_of_a_run_stores(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    model = Mosaic(MosaicConfig(256, 2, 2, 8, slots=5, kernel="biweight", dropout=0.0)).eval()
+    run = SimpleNamespace(config=SimpleNamespace(task=StoriesConfig()))
+    letters = SimpleNamespace(encode=lambda text: SimpleNamespace(ids=list(text.encode())))
+    monkeypatch.setattr(bench, "best_model", lambda folder: (run, model))
+    monkeypatch.setattr(bench, "read_tokenizer", lambda path: letters)
+    n = 4100
+    tokens = "".join(itertools.islice((story + END for story in tales(0)), 99)).encode()[
+        : n + bench.TURNS + 1
+    ]
+    x = model.embedding(torch.tensor([list(tokens)]))
+    sources = bench._layers(Path("runs/of/a/mosaic"))
+    assert list(sources) == ["layer 1", "layer 2"]
+    with torch.no_grad():
+        for block, make in zip(model.blocks, sources.values(), strict=True):
+            query, key, _ = block.mixer.read(block.mixer_norm(x))
+            values = block.mixer.values(block.mixer_norm(x))
+            stored = make(n)
+            for got, expected in (
+                (stored.keys, key[:, :, :n]),
+                (stored.values, values[:, :, :n]),
+                (stored.queries, query[:, :, n - 1 :]),
+                (stored.scale, block.mixer.bandwidth.base()),
+            ):
+                assert_close(got, expected.expand_as(got), rtol=0, atol=1e-4)
+            x = block(x)
+    run.config.task = None
+    with pytest.raises(UserError, match="no mosaic that was trained on stories"):
+        bench._read_by(Path("another"), n)
