@@ -71,6 +71,8 @@ def test_info_and_version(capsys):
         (["demo", "--minutes", "1e300"], "< 1e9"),
         (["train", "stories", "--device", "nope"], "this machine cannot use the device 'nope'"),
         (["bench", "attention", "--threads", "99999"], "threads must be at most"),
+        (["bench", "attention", "--run", "runs/of/mine"], "--run goes with decode only"),
+        (["bench", "decode", "--run", "runs/of/mine"], "runs/of/mine"),
         (["demo", "--data", ""], "expected a path, got an empty text"),
         (["kernels", "--figure", ""], "expected a path, got an empty text"),
     ],
