@@ -118,8 +118,8 @@ def attention_varlen(
         max_k: at least the longest number of keys.
         scale: as for ``attention``; a tensor broadcasts to (H, total_q).
         dropout_p, enable_gqa, kernel, window, alibi_slopes, backend: as for ``attention``. Backends other
-            than the CPU engine go through the sequences one by one: they read the offsets, so a compiled
-            graph breaks there.
+            than the engines ("cpu", "triton") go through the sequences one by one: they read the offsets, so
+            a compiled graph breaks there.
 
     Returns:
         (total_q, H, Ev).
@@ -143,10 +143,14 @@ def attention_varlen(
     call = replace(call, diagonal=0)
     offsets = packed(call, cu_seq_q, cu_seq_k, max_q, max_k)
     total_q, total_k = call.q.shape[2], call.k.shape[2]
-    if backend in ("auto", "cpu") and (backend == "cpu" or cpu.why_not(call) is None):
-        choose(call, "cpu")
-        longest = torch.sym_min(max_q, total_q), torch.sym_min(max_k, total_k)
-        return cpu.run_varlen(call, *offsets, *longest, lower_right=True)[0].transpose(0, 1)
+    # A backend that says so serves packed sequences at once.
+    for name, module in BACKENDS.items():
+        if not hasattr(module, "run_varlen") or backend not in ("auto", name):
+            continue
+        if backend == name or module.why_not(call) is None:
+            choose(call, name)
+            longest = torch.sym_min(max_q, total_q), torch.sym_min(max_k, total_k)
+            return module.run_varlen(call, *offsets, *longest, lower_right=True)[0].transpose(0, 1)
     # Without values (the meta device) the shapes are those of one sequence.
     lists = [[0, total_q], [0, total_k]] if call.q.is_meta else [cu.tolist() for cu in offsets]
     parts = []

@@ -29,6 +29,7 @@ from parzen.backends.engine import INPUTS, TENSORS, fake_backward, gradient_shap
 from parzen.kernels import EVERYWHERE, EXP, MARGIN, POWER, UNIT_MASS
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INSTALLED = find_spec("triton") is not None
 WIDEST = 256
 _LONGEST = 2**30
 # Programs for each processor of the GPU; each has scratch memory of its own.
@@ -44,7 +45,6 @@ class Config:
     Attributes:
         m, n: queries and keys of a tile, powers of two ≥ 16.
         warps: of a program.
-        stages: tiles of the streamed side that are under way.
         lists: whether forward tries lists at all.
         capacity: entries of a list in forward; more in a row send its tile of queries through the keys again.
         room: entries of a list elsewhere, which is emptied when it is full; at least m and n.
@@ -53,26 +53,24 @@ class Config:
     """
 
     m: int = 64
-    n: int = 64
-    warps: int = 4
-    stages: int = 2
+    n: int = 32
+    warps: int = 8
     lists: bool = True
     capacity: int = 512
     room: int = 128
     crowd: int = 8
 
 
-def config(width: int, itemsize: int) -> Config:
-    """For rows of ``width`` numbers (padded) of ``itemsize`` bytes."""
-    if _interpreted():
-        return Config(m=16, n=16, capacity=64, room=32, crowd=4)
-    bytes_a_row = width * itemsize
-    # 64 KB of shared memory hold four tiles of 64 rows of 256 bytes, or of 32 rows of 512.
-    if bytes_a_row <= 256:
-        return Config()
-    if bytes_a_row <= 512:
-        return Config(m=32, n=32, stages=1, room=64)
-    return Config(m=16, n=16, stages=1, room=64)
+def config(width: int, itemsize: int, capability: tuple[int, int]) -> Config:
+    """For rows of ``width`` numbers (padded) of ``itemsize`` bytes on such a GPU; (0, 0) is the interpreter.
+
+    Register spills decide, as ``make gpu-compile`` finds them; no kernel takes 64 KB of shared memory.
+    """
+    if capability == (0, 0):
+        return Config(m=32, n=32, capacity=64, room=64, crowd=4)
+    if width * itemsize <= 128:
+        return Config() if capability >= (9, 0) else Config(m=32, n=32, warps=4)
+    return Config(m=32, n=32) if width * itemsize <= 256 else Config(m=16, n=16, warps=4)
 
 
 @cache
@@ -82,21 +80,19 @@ def _kernels() -> Any:
     return kernels
 
 
+@torch.compiler.assume_constant_result
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @torch.compiler.assume_constant_result
-@cache
-def _installed() -> bool:
-    return find_spec("triton") is not None
-
-
-@torch.compiler.assume_constant_result
-def _too_old() -> bool:
-    return (
-        torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() < (8,)
-    )
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of an NVIDIA GPU; (9, 0) where there is none to ask, and (0, 0) for the interpreter."""
+    if device.type == "cpu":
+        return (0, 0)
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return (9, 0)
+    return torch.cuda.get_device_capability(device)
 
 
 # ---- one launch ----------------------------------------------------------------------------------
@@ -139,10 +135,9 @@ class _Launch:
             return min(work, 3)
         return min(work, _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count)
 
-    def scratch(self, grid: int, rows: int, entries: int) -> tuple[Tensor, Tensor]:
+    def scratch(self, grid: int, rows: int, entries: int) -> Tensor:
         """Index and score of every entry of every program's lists."""
-        empty = partial(torch.empty, (grid, rows, entries), device=self.tensors[0].device)
-        return empty(dtype=torch.int32), empty(dtype=torch.float32)
+        return self.tensors[0].new_empty((grid, rows, entries), dtype=torch.int64)
 
     def on(self) -> AbstractContextManager[object]:
         """The tensors' device as the current one."""
@@ -166,7 +161,7 @@ def _launch(args: Sequence[Any]) -> _Launch:
     power = profile == POWER and r_at is None and r in (0, 1, 2, 3)
     e, ev = q.shape[3], v.shape[3]
     width = max(_padded(e), _padded(ev))
-    chosen = config(width, q.element_size())
+    chosen = config(width, q.element_size(), _capability(q.device))
     return _Launch(
         # A kernel does not read what is not there: any pointer does.
         tensors=(q, k, v, *(q if x is None else x for x in given)),
@@ -195,7 +190,8 @@ def _launch(args: Sequence[Any]) -> _Launch:
             "BLOCK_N": chosen.n,
             "CROWD": chosen.crowd,
             "num_warps": chosen.warps,
-            "num_stages": chosen.stages,
+            # A product that is rounded in one place and not in another would move a key across a threshold.
+            "enable_fp_fusion": False,
         },
         config=chosen,
         batch=first_q.numel() - 1 if packed else q.shape[0],
@@ -241,7 +237,7 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     if work:
         with launch.on():
             _kernels().forward[(grid,)](
-                *launch.tensors, o, saved[1], saved[2], saved[0], *launch.scratch(grid, c.m, c.capacity),
+                *launch.tensors, o, saved[1], saved[2], saved[0], launch.scratch(grid, c.m, c.capacity),
                 alive, *launch.strides, *launch.heads, *launch.lengths, q.shape[2], tiles, work,
                 alive.shape[1], *launch.place, *launch.numbers, args[TENSORS + 2],
                 SAVE=save, LISTS=c.lists and args[TENSORS + 1] != EVERYWHERE, CAPACITY=c.capacity,
@@ -279,7 +275,7 @@ def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
             sums = q.new_zeros((*q.shape[:3], _EXTRAS), dtype=torch.float32)
             dense = q.new_zeros((*q.shape[:3], k.shape[2]), dtype=torch.float32) if needs[0] else sums
             _kernels().backward_queries[(grid,)](
-                *common, dq, sums, dense, *launch.scratch(grid, c.m, c.room),
+                *common, dq, sums, dense, launch.scratch(grid, c.m, c.room),
                 *launch.strides, heads, groups, *launch.lengths, q.shape[2], tiles, work,
                 *launch.place, *launch.numbers,
                 SLOPES=needs[1], BY_R=needs[4], DENSE=needs[0], **static,
@@ -295,7 +291,7 @@ def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
         work = launch.batch * heads // groups * tiles
         grid = launch.grid(work)
         _kernels().backward_keys[(grid,)](
-            *common, dk, dv, *launch.scratch(grid, c.n, c.room),
+            *common, dk, dv, launch.scratch(grid, c.n, c.room),
             *launch.strides, heads, groups, *launch.lengths, q.shape[2], k.shape[2], tiles, work,
             *launch.place, *launch.numbers, **static,
         )  # fmt: skip
@@ -328,7 +324,7 @@ def why_not(call: Call) -> str | None:
     q, v = call.q, call.v
     if q.device.type != "cuda" and not (q.device.type == "cpu" and _interpreted()):
         return f"the Triton engine works on CUDA tensors, these are on {q.device}"
-    if not _installed():
+    if not _INSTALLED:
         return "Triton is not installed: pip install 'parzen[triton]'"
     if torch.compiler.is_exporting():
         return "an exported graph must consist of plain operators"
@@ -340,7 +336,7 @@ def why_not(call: Call) -> str | None:
         return f"the Triton engine takes heads of 1 to {WIDEST}, these have {q.shape[3]} and {v.shape[3]}"
     if max(q.shape[2], call.k.shape[2]) >= _LONGEST:
         return "the Triton engine numbers queries and keys in 30 bits"
-    if q.device.type == "cuda" and _too_old():
+    if q.device.type == "cuda" and _capability(q.device) < (8, 0):
         return "the Triton engine needs a GPU of compute capability 8.0 or newer"
     return None
 

@@ -20,6 +20,8 @@ _MARGIN = tl.constexpr(kernels.MARGIN)
 _NEAREST = tl.constexpr(kernels.NEAREST)
 _INF = tl.constexpr(float("inf"))
 _NAN = tl.constexpr(float("nan"))
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_ALL = tl.constexpr(2**31 - 1)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Newton stops where a step is no more than this share of σ + 1, or after so many steps.
 _SETTLED = tl.constexpr(2.4e-7)
@@ -28,7 +30,7 @@ _EARLY_STEPS = tl.constexpr(8)
 # Columns of a list that are looked at together, and rows of saved numbers: m, mark, Σφ, Σa, ties, support.
 _CHUNK = tl.constexpr(32)
 STATS = tl.constexpr(6)
-# Sums for each query: of q·ds·k, ds, −ds·|distance|, and the derivative by r.
+# Sums for each query: of q·ds·k, ds without what a best key carries, −ds·|distance|, and the derivative by r.
 EXTRAS = tl.constexpr(4)
 
 
@@ -168,6 +170,14 @@ def _score_of(order):
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _dot(a, b):
+    if _INTERPRETED:
+        # The interpreter would multiply the bits of bfloat16 as integers.
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")
+
+
 # ---- tiles ---------------------------------------------------------------------------------------
 
 
@@ -208,10 +218,11 @@ def _scores(
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPE: tl.constexpr,
 ):  # fmt: skip
     """The tile of scores, −∞ where a key is not allowed."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale[:, None]
+    s = _dot(q, tl.trans(k)) * scale[:, None]
     ahead = cols[None, :] - (rows[:, None] + diagonal)
     allowed = (rows < T)[:, None] & (cols < S)[None, :]
-    allowed = allowed & ((left < 0) | (ahead >= -left)) & ((right < 0) | (ahead <= right))
+    allowed = allowed & (ahead >= tl.where(left < 0, -_ALL, -left))
+    allowed = allowed & (ahead <= tl.where(right < 0, _ALL, right))
     i = rows.to(tl.int64)[:, None]
     j = cols.to(tl.int64)[None, :]
     if HAS_MASK:
@@ -254,25 +265,40 @@ def _sequence(pair, H, T, S, diagonal, cu_q, cu_k, PACKED: tl.constexpr, LOWER_R
 
 
 @triton.jit
-def _append(index, score, base, count, keep, s, place, AXIS: tl.constexpr):
+def _append(lists, base, count, keep, s, place, AXIS: tl.constexpr):
     """The entries of a tile at the ends of the lists of its rows (AXIS 1) or columns (0), in order."""
     n = keep.to(tl.int32)
     other: tl.constexpr = 1 - AXIS
     at = tl.expand_dims(base, AXIS) + (tl.cumsum(n, AXIS) - n + tl.expand_dims(count, AXIS))
-    tl.store(index + at, tl.expand_dims(place, other) + n * 0, mask=keep)
-    tl.store(score + at, s, mask=keep)
+    # An entry: the place in the upper half, the bits of the score in the lower one.
+    bits = s.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    tl.store(lists + at, (tl.expand_dims(place, other).to(tl.int64) << 32) | bits, mask=keep)
     return count + tl.sum(n, AXIS)
 
 
 @triton.jit
-def _listed(score, base, count, first):
-    c = first + tl.arange(0, _CHUNK)
-    live = c[None, :] < count[:, None]
-    return tl.load(score + base[:, None] + c[None, :], mask=live, other=-_INF)
+def _score(entry):
+    return entry.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _list_sigma(score, base, count, m, sigma, r, steps, R: tl.constexpr):
+def _listed(lists, base, count, first):
+    """A chunk of the scores of lists, −∞ past their ends."""
+    c = first + tl.arange(0, _CHUNK)
+    live = c[None, :] < count[:, None]
+    return tl.where(live, _score(tl.load(lists + base[:, None] + c[None, :], mask=live, other=0)), -_INF)
+
+
+@triton.jit
+def _entry(lists, base, count, c):
+    """(score, place) of the c-th entry of each list, (−∞, 0) past its end."""
+    live = c < count
+    entry = tl.load(lists + base + c, mask=live, other=0)
+    return tl.where(live, _score(entry), -_INF), (entry >> 32).to(tl.int32)
+
+
+@triton.jit
+def _list_sigma(lists, base, count, m, sigma, r, steps, R: tl.constexpr):
     """σ of the listed keys, at most ``steps`` steps from the one given; each is a lower bound."""
     most = tl.max(count)
     n = 0
@@ -281,7 +307,7 @@ def _list_sigma(score, base, count, m, sigma, r, steps, R: tl.constexpr):
         mass = tl.zeros(m.shape, tl.float32)
         slope = tl.zeros(m.shape, tl.float32)
         for first in range(0, most, _CHUNK):
-            more, steeper = _mass(_listed(score, base, count, first), m, sigma, r, R)
+            more, steeper = _mass(_listed(lists, base, count, first), m, sigma, r, R)
             mass += more
             slope += steeper
         step = _newton(mass, slope, r, R)
@@ -292,7 +318,7 @@ def _list_sigma(score, base, count, m, sigma, r, steps, R: tl.constexpr):
 
 
 @triton.jit
-def _list_kth(score, base, count, nearest):
+def _list_kth(lists, base, count, nearest):
     """The k-th largest listed score of each row, −∞ where there are fewer."""
     most = tl.max(count)
     low = tl.full(count.shape, -(2**31), tl.int32)
@@ -300,27 +326,26 @@ def _list_kth(score, base, count, nearest):
         trial = _candidate(low, n)
         above = tl.zeros(count.shape, tl.int32)
         for first in range(0, most, _CHUNK):
-            s = _listed(score, base, count, first)
+            s = _listed(lists, base, count, first)
             above += tl.sum(((_ordered(s) >= trial[:, None]) & (s > -_INF)).to(tl.int32), 1)
         low = tl.where(above >= nearest, trial, low)
     return tl.where(count >= nearest, _score_of(low), -_INF)
 
 
 @triton.jit
-def _sieve(index, score, base, count, m, mark, level, r, RULE: tl.constexpr, CLOSED: tl.constexpr):
+def _sieve(lists, base, count, m, mark, level, r, RULE: tl.constexpr, CLOSED: tl.constexpr):
     """The lists without what fell out of reach, in order; how many are left."""
     left = tl.zeros(count.shape, tl.int32)
     for first in range(0, tl.max(count), _CHUNK):
-        s = _listed(score, base, count, first)
+        s = _listed(lists, base, count, first)
         keep = _inside(s, m[:, None], mark[:, None], level[:, None], RULE, CLOSED, r[:, None])
         at = base[:, None] + (first + tl.arange(0, _CHUNK))[None, :]
-        j = tl.load(index + at, mask=keep, other=0)
+        entry = tl.load(lists + at, mask=keep, other=0)
         n = keep.to(tl.int32)
         to = base[:, None] + (tl.cumsum(n, 1) - n + left[:, None])
         # No thread may overwrite what another has yet to read.
         tl.debug_barrier()
-        tl.store(score + to, s, mask=keep)
-        tl.store(index + to, j, mask=keep)
+        tl.store(lists + to, entry, mask=keep)
         left += tl.sum(n, 1)
     tl.debug_barrier()
     return left
@@ -328,7 +353,7 @@ def _sieve(index, score, base, count, m, mark, level, r, RULE: tl.constexpr, CLO
 
 @triton.jit
 def _list_average(
-    index, score, base, count, m, mark, level, r, v, v_s, acc, other,
+    lists, base, count, m, mark, level, r, v, v_s, acc, other,
     PROFILE: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr, EV: tl.constexpr, EV_PAD: tl.constexpr,
     SECOND: tl.constexpr,
 ):  # fmt: skip
@@ -336,12 +361,10 @@ def _list_average(
     tl.debug_barrier()
     ev = tl.arange(0, EV_PAD)
     for c in range(0, tl.max(count)):
-        live = c < count
-        s = tl.load(score + base + c, mask=live, other=-_INF)
-        j = tl.load(index + base + c, mask=live, other=0).to(tl.int64)
+        s, j = _entry(lists, base, count, c)
         keep, p, a = _weigh(s, m, mark, level, r, PROFILE, RULE, R)
         seen = keep[:, None] & (ev < EV)[None, :]
-        x = tl.load(v + j[:, None] * v_s + ev[None, :], mask=seen, other=0.0).to(tl.float32)
+        x = tl.load(v + j.to(tl.int64)[:, None] * v_s + ev[None, :], mask=seen, other=0.0).to(tl.float32)
         acc += p[:, None] * x
         if SECOND:
             other += a[:, None] * x
@@ -357,7 +380,7 @@ _RUNTIME = ["T", "S", "diagonal", "left", "right", "rows", "tiles", "work", "nea
 @triton.jit(do_not_specialize=_RUNTIME)
 def forward(
     q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slope_ptr, scale_ptr, level_ptr, r_ptr, cu_q, cu_k,
-    o_ptr, mean_ptr, other_ptr, stats_ptr, index_ptr, score_ptr, live_ptr,
+    o_ptr, mean_ptr, other_ptr, stats_ptr, lists_ptr, live_ptr,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s,
     mask_b, mask_h, mask_t, mask_s, bias_b, bias_h, bias_t, bias_s,
     H, GROUPS, T, S, rows, tiles, work, live_n, diagonal, left, right, scale_all, level_all, r_all, nearest,
@@ -376,7 +399,8 @@ def forward(
     smooth: tl.constexpr = RULE == _MARGIN and not closed
     second: tl.constexpr = SAVE and (RULE == _UNIT_MASS or smooth)
     place = tl.program_id(0).to(tl.int64)
-    base = (place * BLOCK_M + tl.arange(0, BLOCK_M)) * CAPACITY
+    lists = lists_ptr + place * BLOCK_M * CAPACITY
+    base = tl.arange(0, BLOCK_M) * CAPACITY
     live_at = live_ptr + place * live_n
     for piece in range(tl.program_id(0), work, tl.num_programs(0)):
         # Under a causal mask the last tiles are the longest: they come first.
@@ -431,17 +455,17 @@ def forward(
                     if tl.max(count + tl.sum(keep.to(tl.int32), 1)) > CAPACITY:
                         tl.debug_barrier()
                         if RULE == _UNIT_MASS:
-                            mark = _list_sigma(score_ptr, base, count, high, mark, r, _EARLY_STEPS, R)
+                            mark = _list_sigma(lists, base, count, high, mark, r, _EARLY_STEPS, R)
                         elif RULE == _NEAREST:
-                            mark = tl.maximum(mark, _list_kth(score_ptr, base, count, nearest))
-                        count = _sieve(index_ptr, score_ptr, base, count, high, mark, level, r, RULE, closed)
+                            mark = tl.maximum(mark, _list_kth(lists, base, count, nearest))
+                        count = _sieve(lists, base, count, high, mark, level, r, RULE, closed)
                         keep = _inside(
                             s, high[:, None], mark[:, None], level[:, None], RULE, closed, r[:, None]
                         )  # fmt: skip
                     if tl.max(count + tl.sum(keep.to(tl.int32), 1)) > CAPACITY:
                         over = over + 1
                     else:
-                        count = _append(index_ptr, score_ptr, base, count, keep, s, j, 1)
+                        count = _append(lists, base, count, keep, s, j, 1)
         m = tl.where(m == -_INF, 0.0, m)
         tl.debug_barrier()
 
@@ -449,9 +473,9 @@ def forward(
         if RULE == _UNIT_MASS or RULE == _NEAREST:
             if over == 0:
                 if RULE == _UNIT_MASS:
-                    mark = _list_sigma(score_ptr, base, count, m, mark, r, _STEPS, R)
+                    mark = _list_sigma(lists, base, count, m, mark, r, _STEPS, R)
                 else:
-                    mark = tl.maximum(mark, _list_kth(score_ptr, base, count, nearest))
+                    mark = tl.maximum(mark, _list_kth(lists, base, count, nearest))
             else:
                 # Steps over all tiles; those below every threshold are left out from then on.
                 low = tl.full([BLOCK_M], -(2**31), tl.int32)
@@ -510,7 +534,7 @@ def forward(
         other = tl.zeros([BLOCK_M, EV_PAD if second else 1], tl.float32)
         if over == 0:
             for first in range(0, tl.max(count), _CHUNK):
-                s = _listed(score_ptr, base, count, first)
+                s = _listed(lists, base, count, first)
                 keep, p, a = _weigh(
                     s, m[:, None], mark[:, None], level[:, None], r[:, None], PROFILE, RULE, R
                 )  # fmt: skip
@@ -518,43 +542,53 @@ def forward(
                 slopes += tl.sum(a, 1)
                 ties += tl.sum((s == m[:, None]).to(tl.float32), 1)
                 support += tl.sum(keep.to(tl.float32), 1)
-        else:
+        # Again until the keys are through: fill lists and multiply crowded tiles, then empty the lists. With
+        # lists from above there is nothing to fill.
+        j0 = end
+        if over != 0:
+            j0 = begin
             count = count * 0
-            for j0 in range(begin, end, BLOCK_N):
-                j = j0 + tl.arange(0, BLOCK_N)
-                k = _load(k_at, j, keys, k_s, E, E_PAD)
-                s = _scores(
-                    q, k, scale, i, j, n, keys, corner, left, right, slope, mask, mask_t, mask_s, bias,
-                    bias_t, bias_s, HAS_MASK, HAS_BIAS, HAS_SLOPE,
-                )  # fmt: skip
-                keep, p, a = _weigh(
-                    s, m[:, None], mark[:, None], level[:, None], r[:, None], PROFILE, RULE, R
-                )  # fmt: skip
-                total += tl.sum(p, 1)
-                slopes += tl.sum(a, 1)
-                ties += tl.sum((s == m[:, None]).to(tl.float32), 1)
-                fresh = tl.sum(keep.to(tl.int32), 1)
-                support += fresh
-                if tl.max(fresh) > 0:
+        go = begin < end
+        while go:
+            room = True
+            while (j0 < end) & room:
+                alive = True
+                if RULE == _UNIT_MASS or RULE == _NEAREST:
+                    alive = tl.load(live_at + j0 // BLOCK_N) != 0
+                if alive:
+                    j = j0 + tl.arange(0, BLOCK_N)
+                    k = _load(k_at, j, keys, k_s, E, E_PAD)
+                    s = _scores(
+                        q, k, scale, i, j, n, keys, corner, left, right, slope, mask, mask_t, mask_s, bias,
+                        bias_t, bias_s, HAS_MASK, HAS_BIAS, HAS_SLOPE,
+                    )  # fmt: skip
+                    keep, p, a = _weigh(
+                        s, m[:, None], mark[:, None], level[:, None], r[:, None], PROFILE, RULE, R
+                    )  # fmt: skip
+                    fresh = tl.sum(keep.to(tl.int32), 1)
                     v = _load(v_at, j, keys, v_s, EV, EV_PAD)
                     # 0·∞ must stay 0: such values are taken one by one.
                     crowded = (tl.max(fresh) > CROWD) & _finite(v)
-                    if crowded:
-                        acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
-                        if second:
-                            other = tl.dot(a.to(v.dtype), v, other, input_precision="ieee")
-                    else:
-                        if tl.max(count + fresh) > CAPACITY:
-                            acc, other = _list_average(
-                                index_ptr, score_ptr, base, count, m, mark, level, r, v_at, v_s, acc, other,
-                                PROFILE, RULE, R, EV, EV_PAD, second,
-                            )  # fmt: skip
-                            count = count * 0
-                        count = _append(index_ptr, score_ptr, base, count, keep, s, j, 1)
-        acc, other = _list_average(
-            index_ptr, score_ptr, base, count, m, mark, level, r, v_at, v_s, acc, other,
-            PROFILE, RULE, R, EV, EV_PAD, second,
-        )  # fmt: skip
+                    room = crowded | (tl.max(count + fresh) <= CAPACITY)
+                    if room:
+                        total += tl.sum(p, 1)
+                        slopes += tl.sum(a, 1)
+                        ties += tl.sum((s == m[:, None]).to(tl.float32), 1)
+                        support += fresh
+                        if crowded:
+                            acc += _dot(p.to(v.dtype), v)
+                            if second:
+                                other += _dot(a.to(v.dtype), v)
+                        else:
+                            count = _append(lists, base, count, keep, s, j, 1)
+                if room:
+                    j0 += BLOCK_N
+            acc, other = _list_average(
+                lists, base, count, m, mark, level, r, v_at, v_s, acc, other,
+                PROFILE, RULE, R, EV, EV_PAD, second,
+            )  # fmt: skip
+            count = count * 0
+            go = j0 < end
         acc = acc / tl.where(total == 0, 1.0, total)[:, None]
         acc = tl.where(lost[:, None], _NAN, acc)
         _store(o_ptr, acc, line, real, EV, EV_PAD)
@@ -618,19 +652,17 @@ def _sums(ds, p, s, m, mark, r, dw, mu, keep, ahead, SLOPES: tl.constexpr, BY_R:
 
 @triton.jit
 def _list_dq(
-    index, score, base, count, i, corner, m, mark, level, r, mu, push, g, k, k_s, v, v_s, dense,
+    lists, base, count, i, corner, m, mark, level, r, mu, push, gain, g, k, k_s, v, v_s, dense,
     acc, pushed, far, by_r,
     PROFILE: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     EV: tl.constexpr, EV_PAD: tl.constexpr, PUSH: tl.constexpr, SLOPES: tl.constexpr, BY_R: tl.constexpr,
-    DENSE: tl.constexpr, gain,
+    DENSE: tl.constexpr,
 ):  # fmt: skip
     tl.debug_barrier()
     e = tl.arange(0, E_PAD)
     ev = tl.arange(0, EV_PAD)
     for c in range(0, tl.max(count)):
-        live = c < count
-        s = tl.load(score + base + c, mask=live, other=-_INF)
-        j = tl.load(index + base + c, mask=live, other=0)
+        s, j = _entry(lists, base, count, c)
         at = j.to(tl.int64)[:, None]
         keep, p, a = _weigh(s, m, mark, level, r, PROFILE, RULE, R)
         x = tl.load(v + at * v_s + ev[None, :], mask=keep[:, None] & (ev < EV)[None, :], other=0.0)
@@ -639,7 +671,7 @@ def _list_dq(
         y = tl.load(k + at * k_s + e[None, :], mask=keep[:, None] & (e < E)[None, :], other=0.0)
         # A step has no slope, not even times ∞.
         acc += tl.where((ds != 0)[:, None], ds[:, None] * y.to(tl.float32), 0.0)
-        pushed += ds
+        pushed += tl.where(keep, a * (dw - mu), 0.0)
         more, other = _sums(ds, p, s, m, mark, r, dw, mu, keep, j - (i + corner), SLOPES, BY_R)
         far += more
         by_r += other
@@ -652,7 +684,7 @@ def _list_dq(
 @triton.jit(do_not_specialize=_RUNTIME)
 def backward_queries(
     q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slope_ptr, scale_ptr, level_ptr, r_ptr, cu_q, cu_k,
-    do_ptr, stats_ptr, mu_ptr, push_ptr, dq_ptr, extra_ptr, dense_ptr, index_ptr, score_ptr,
+    do_ptr, stats_ptr, mu_ptr, push_ptr, dq_ptr, extra_ptr, dense_ptr, lists_ptr,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s,
     mask_b, mask_h, mask_t, mask_s, bias_b, bias_h, bias_t, bias_s,
     H, GROUPS, T, S, rows, tiles, work, diagonal, left, right, scale_all, level_all, r_all,
@@ -665,7 +697,8 @@ def backward_queries(
 ):  # fmt: skip
     """dq, and for each query the sums that scale, level, slope and r need; with DENSE ds itself."""
     smooth: tl.constexpr = RULE == _MARGIN and PROFILE != _EXP and R != 0
-    base = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)) * CAPACITY
+    lists = lists_ptr + tl.program_id(0).to(tl.int64) * BLOCK_M * CAPACITY
+    base = tl.arange(0, BLOCK_M) * CAPACITY
     for piece in range(tl.program_id(0), work, tl.num_programs(0)):
         i0 = (tiles - 1 - piece % tiles) * BLOCK_M
         b, h, q0, k0, n, keys, corner = _sequence(
@@ -694,46 +727,51 @@ def backward_queries(
         far = tl.zeros([BLOCK_M], tl.float32)
         by_r = tl.zeros([BLOCK_M], tl.float32)
         count = tl.zeros([BLOCK_M], tl.int32)
-        for j0 in range(begin, end, BLOCK_N):
-            j = j0 + tl.arange(0, BLOCK_N)
-            k = _load(k_at, j, keys, k_s, E, E_PAD)
-            s = _scores(
-                q, k, scale, i, j, n, keys, corner, left, right, slope, mask, mask_t, mask_s, bias, bias_t,
-                bias_s, HAS_MASK, HAS_BIAS, HAS_SLOPE,
+        j0 = begin
+        go = begin < end
+        while go:
+            room = True
+            while (j0 < end) & room:
+                j = j0 + tl.arange(0, BLOCK_N)
+                k = _load(k_at, j, keys, k_s, E, E_PAD)
+                s = _scores(
+                    q, k, scale, i, j, n, keys, corner, left, right, slope, mask, mask_t, mask_s, bias,
+                    bias_t, bias_s, HAS_MASK, HAS_BIAS, HAS_SLOPE,
+                )  # fmt: skip
+                keep, p, a = _weigh(
+                    s, m[:, None], mark[:, None], level[:, None], r[:, None], PROFILE, RULE, R
+                )  # fmt: skip
+                fresh = tl.sum(keep.to(tl.int32), 1)
+                if tl.max(fresh) > 0:
+                    crowded = (tl.max(fresh) > CROWD) & _finite(k)
+                    if crowded:
+                        v = _load(v_at, j, keys, v_s, EV, EV_PAD)
+                        dw = _dot(g, tl.trans(v))
+                        ds = _slope(s, m[:, None], a, dw, mu[:, None], push[:, None], keep, smooth)
+                        acc += _dot(ds.to(k.dtype), k)
+                        pushed += tl.sum(tl.where(keep, a * (dw - mu[:, None]), 0.0), 1)
+                        if SLOPES or BY_R:
+                            more, other = _sums(
+                                ds, p, s, m[:, None], mark[:, None], r[:, None], dw, mu[:, None], keep,
+                                j[None, :] - (i + corner)[:, None], SLOPES, BY_R,
+                            )  # fmt: skip
+                            far += tl.sum(more, 1)
+                            by_r += tl.sum(other, 1)
+                        if DENSE:
+                            tl.store(dense[:, None] + j[None, :], ds * gain[:, None], mask=keep)
+                    else:
+                        room = tl.max(count + fresh) <= CAPACITY
+                        if room:
+                            count = _append(lists, base, count, keep, s, j, 1)
+                if room:
+                    j0 += BLOCK_N
+            acc, pushed, far, by_r = _list_dq(
+                lists, base, count, i, corner, m, mark, level, r, mu, push, gain, g, k_at, k_s, v_at, v_s,
+                dense, acc, pushed, far, by_r,
+                PROFILE, RULE, R, E, E_PAD, EV, EV_PAD, smooth, SLOPES, BY_R, DENSE,
             )  # fmt: skip
-            keep, p, a = _weigh(s, m[:, None], mark[:, None], level[:, None], r[:, None], PROFILE, RULE, R)
-            fresh = tl.sum(keep.to(tl.int32), 1)
-            if tl.max(fresh) > 0:
-                crowded = (tl.max(fresh) > CROWD) & _finite(k)
-                if crowded:
-                    v = _load(v_at, j, keys, v_s, EV, EV_PAD)
-                    dw = tl.dot(g, tl.trans(v), input_precision="ieee")
-                    ds = _slope(s, m[:, None], a, dw, mu[:, None], push[:, None], keep, smooth)
-                    acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
-                    pushed += tl.sum(ds, 1)
-                    if SLOPES or BY_R:
-                        more, other = _sums(
-                            ds, p, s, m[:, None], mark[:, None], r[:, None], dw, mu[:, None], keep,
-                            j[None, :] - (i + corner)[:, None], SLOPES, BY_R,
-                        )  # fmt: skip
-                        far += tl.sum(more, 1)
-                        by_r += tl.sum(other, 1)
-                    if DENSE:
-                        tl.store(dense[:, None] + j[None, :], ds * gain[:, None], mask=keep)
-                else:
-                    if tl.max(count + fresh) > CAPACITY:
-                        acc, pushed, far, by_r = _list_dq(
-                            index_ptr, score_ptr, base, count, i, corner, m, mark, level, r, mu, push, g,
-                            k_at, k_s, v_at, v_s, dense, acc, pushed, far, by_r,
-                            PROFILE, RULE, R, E, E_PAD, EV, EV_PAD, smooth, SLOPES, BY_R, DENSE, gain,
-                        )  # fmt: skip
-                        count = count * 0
-                    count = _append(index_ptr, score_ptr, base, count, keep, s, j, 1)
-        acc, pushed, far, by_r = _list_dq(
-            index_ptr, score_ptr, base, count, i, corner, m, mark, level, r, mu, push, g, k_at,
-            k_s, v_at, v_s, dense, acc, pushed, far, by_r,
-            PROFILE, RULE, R, E, E_PAD, EV, EV_PAD, smooth, SLOPES, BY_R, DENSE, gain,
-        )  # fmt: skip
+            count = count * 0
+            go = j0 < end
         acc = acc * gain[:, None]
         _store(dq_ptr, acc * scale[:, None], line, real, E, E_PAD)
         extra = extra_ptr + line * EXTRAS
@@ -746,7 +784,7 @@ def backward_queries(
 
 @triton.jit
 def _list_dkv(
-    index, score, base, count, line0, scale_ptr, scale_all, level_ptr, level_all, r_ptr, r_all,
+    lists, base, count, line0, scale_ptr, scale_all, level_ptr, level_all, r_ptr, r_all,
     stats_ptr, mu_ptr, push_ptr, q, q_t, do, v, dk, dv,
     PROFILE: tl.constexpr, RULE: tl.constexpr, R: tl.constexpr, SCALE_AT: tl.constexpr,
     LEVEL_AT: tl.constexpr, R_AT: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
@@ -757,8 +795,8 @@ def _list_dkv(
     ev = tl.arange(0, EV_PAD)
     for c in range(0, tl.max(count)):
         live = c < count
-        s = tl.load(score + base + c, mask=live, other=-_INF)
-        i = tl.load(index + base + c, mask=live, other=0).to(tl.int64)
+        s, i = _entry(lists, base, count, c)
+        i = i.to(tl.int64)
         line = line0 + i
         scale = _row(scale_ptr, line, live, scale_all, SCALE_AT)
         level = tl.maximum(_row(level_ptr, line, live, level_all, LEVEL_AT), _LOWEST)
@@ -781,7 +819,7 @@ def _list_dkv(
 @triton.jit(do_not_specialize=_RUNTIME)
 def backward_keys(
     q_ptr, k_ptr, v_ptr, mask_ptr, bias_ptr, slope_ptr, scale_ptr, level_ptr, r_ptr, cu_q, cu_k,
-    do_ptr, stats_ptr, mu_ptr, push_ptr, dk_ptr, dv_ptr, index_ptr, score_ptr,
+    do_ptr, stats_ptr, mu_ptr, push_ptr, dk_ptr, dv_ptr, lists_ptr,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s,
     mask_b, mask_h, mask_t, mask_s, bias_b, bias_h, bias_t, bias_s,
     H, GROUPS, T, S, rows, key_rows, tiles, work, diagonal, left, right, scale_all, level_all, r_all,
@@ -793,7 +831,8 @@ def backward_keys(
 ):  # fmt: skip
     """dk and dv: the lists are those of the keys, of the queries that see them."""
     smooth: tl.constexpr = RULE == _MARGIN and PROFILE != _EXP and R != 0
-    base = (tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)) * CAPACITY
+    lists = lists_ptr + tl.program_id(0).to(tl.int64) * BLOCK_N * CAPACITY
+    base = tl.arange(0, BLOCK_N) * CAPACITY
     heads = H // GROUPS
     for piece in range(tl.program_id(0), work, tl.num_programs(0)):
         j0 = (piece % tiles) * BLOCK_N
@@ -815,48 +854,53 @@ def backward_keys(
             bias = bias_ptr + b * bias_b + h * bias_h
             slope = tl.load(slope_ptr + b * H + h) if HAS_SLOPE else 0.0
             count = tl.zeros([BLOCK_N], tl.int32)
-            for i0 in range(begin, end, BLOCK_M):
-                i = i0 + tl.arange(0, BLOCK_M)
-                real = i < n
-                line = line0 + i
-                scale = _row(scale_ptr, line, real, scale_all, SCALE_AT)
-                level = tl.maximum(_row(level_ptr, line, real, level_all, LEVEL_AT), _LOWEST)
-                r = _row(r_ptr, line, real, r_all, R_AT)
-                m, mark, total, mu, push = _saved(stats_ptr, mu_ptr, push_ptr, line, real, smooth)
-                q = _load(q_at, i, n, q_t, E, E_PAD)
-                s = _scores(
-                    q, k, scale, i, j, n, keys, corner, left, right, slope, mask, mask_t, mask_s, bias,
-                    bias_t, bias_s, HAS_MASK, HAS_BIAS, HAS_SLOPE,
+            i0 = begin
+            go = begin < end
+            while go:
+                room = True
+                while (i0 < end) & room:
+                    i = i0 + tl.arange(0, BLOCK_M)
+                    real = i < n
+                    line = line0 + i
+                    scale = _row(scale_ptr, line, real, scale_all, SCALE_AT)
+                    level = tl.maximum(_row(level_ptr, line, real, level_all, LEVEL_AT), _LOWEST)
+                    r = _row(r_ptr, line, real, r_all, R_AT)
+                    m, mark, total, mu, push = _saved(stats_ptr, mu_ptr, push_ptr, line, real, smooth)
+                    q = _load(q_at, i, n, q_t, E, E_PAD)
+                    s = _scores(
+                        q, k, scale, i, j, n, keys, corner, left, right, slope, mask, mask_t, mask_s, bias,
+                        bias_t, bias_s, HAS_MASK, HAS_BIAS, HAS_SLOPE,
+                    )  # fmt: skip
+                    keep, p, a = _weigh(
+                        s, m[:, None], mark[:, None], level[:, None], r[:, None], PROFILE, RULE, R
+                    )  # fmt: skip
+                    fresh = tl.sum(keep.to(tl.int32), 0)
+                    if tl.max(fresh) > 0:
+                        g = _load(do_at, i, n, EV, EV, EV_PAD)
+                        crowded = (tl.max(fresh) > CROWD) & _finite(q) & _finite(g)
+                        if crowded:
+                            # Sums of lost rows are NaN, and 0·NaN must stay 0.
+                            w = tl.where(keep, p / tl.where(total == 0, 1.0, total)[:, None], 0.0)
+                            dv += _dot(tl.trans(w.to(g.dtype)), g)
+                            if PROFILE == _EXP or R != 0:
+                                dw = _dot(g, tl.trans(v))
+                                ds = _slope(s, m[:, None], a, dw, mu[:, None], push[:, None], keep, smooth)
+                                gain = _gain(m, level, r, total, PROFILE, RULE, R) * scale
+                                ds = tl.where(keep, ds * gain[:, None], 0.0)
+                                dk += _dot(tl.trans(ds.to(q.dtype)), q)
+                        else:
+                            room = tl.max(count + fresh) <= CAPACITY
+                            if room:
+                                count = _append(lists, base, count, keep, s, i, 0)
+                    if room:
+                        i0 += BLOCK_M
+                dk, dv = _list_dkv(
+                    lists, base, count, line0, scale_ptr, scale_all, level_ptr, level_all, r_ptr, r_all,
+                    stats_ptr, mu_ptr, push_ptr, q_at, q_t, do_at, v, dk, dv, PROFILE, RULE, R, SCALE_AT,
+                    LEVEL_AT, R_AT, E, E_PAD, EV, EV_PAD, smooth,
                 )  # fmt: skip
-                keep, p, a = _weigh(
-                    s, m[:, None], mark[:, None], level[:, None], r[:, None], PROFILE, RULE, R
-                )  # fmt: skip
-                fresh = tl.sum(keep.to(tl.int32), 0)
-                if tl.max(fresh) > 0:
-                    g = _load(do_at, i, n, EV, EV, EV_PAD)
-                    crowded = (tl.max(fresh) > CROWD) & _finite(q) & _finite(g)
-                    if crowded:
-                        w = p / tl.where(total == 0, 1.0, total)[:, None]
-                        dv = tl.dot(tl.trans(w.to(g.dtype)), g, dv, input_precision="ieee")
-                        if PROFILE == _EXP or R != 0:
-                            dw = tl.dot(g, tl.trans(v), input_precision="ieee")
-                            ds = _slope(s, m[:, None], a, dw, mu[:, None], push[:, None], keep, smooth)
-                            ds = ds * (_gain(m, level, r, total, PROFILE, RULE, R) * scale)[:, None]
-                            dk = tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision="ieee")
-                    else:
-                        if tl.max(count + fresh) > CAPACITY:
-                            dk, dv = _list_dkv(
-                                index_ptr, score_ptr, base, count, line0, scale_ptr, scale_all, level_ptr,
-                                level_all, r_ptr, r_all, stats_ptr, mu_ptr, push_ptr, q_at, q_t, do_at, v, dk,
-                                dv, PROFILE, RULE, R, SCALE_AT, LEVEL_AT, R_AT, E, E_PAD, EV, EV_PAD, smooth,
-                            )  # fmt: skip
-                            count = count * 0
-                        count = _append(index_ptr, score_ptr, base, count, keep, s, i, 0)
-            dk, dv = _list_dkv(
-                index_ptr, score_ptr, base, count, line0, scale_ptr, scale_all, level_ptr, level_all,
-                r_ptr, r_all, stats_ptr, mu_ptr, push_ptr, q_at, q_t, do_at, v, dk, dv, PROFILE, RULE, R,
-                SCALE_AT, LEVEL_AT, R_AT, E, E_PAD, EV, EV_PAD, smooth,
-            )  # fmt: skip
+                count = count * 0
+                go = i0 < end
         line = (b * heads + hk) * key_rows + k0 + j
         _store(dk_ptr, dk, line, j < keys, E, E_PAD)
         _store(dv_ptr, dv, line, j < keys, EV, EV_PAD)
