@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 
-.PHONY: help install demo check test test-all docs engine test-neon test-sanitize clean
+.PHONY: help install demo check test test-all docs engine gpu-compile test-neon test-sanitize clean
 
 help:
 	@echo "make demo      train a small Memory Mosaic with four kernels (about 4 minutes)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test      check, then the tests"
 	@echo "make test-all  the tests with the slow sweeps"
 	@echo "make docs      the site, in build/site; a warning is an error"
+	@echo "make gpu-compile  compile the Triton kernels for three GPUs, without one (many minutes)"
 	@echo "make engine    build the CPU engine in place; make test-neon, test-sanitize check it further"
 
 install: $(STAMP)
@@ -45,6 +46,10 @@ docs: $(STAMP)
 # The engine in place, for work on csrc without installing again.
 engine:
 	cmake -S . -B build/engine && cmake --build build/engine -j && cmake --install build/engine --prefix .
+
+# The Triton kernels as cubins, on a machine without a GPU: fails where one spills registers.
+gpu-compile: $(STAMP)
+	$(BIN)/python -m parzen.backends.triton.build
 
 # Needs g++-aarch64-linux-gnu and qemu-user.
 test-neon:
