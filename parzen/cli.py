@@ -514,6 +514,9 @@ def _add_bench(commands: Commands[Parser]) -> None:
         "--lengths", type=_lengths, metavar="N,M", help="default: all standard lengths, and densities"
     )
     command.add_argument("--threads", type=_whole(1), help="default: all cores")
+    command.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="attention: cuda times the Triton engine"
+    )
     command.add_argument("--long", action="store_true", help="attention: also one head of 131072 keys")
     command.add_argument(
         "--run", dest="folder", type=_path, metavar="RUN", help="decode: what its memories store"
@@ -523,7 +526,17 @@ def _add_bench(commands: Commands[Parser]) -> None:
 
 def _bench(arguments: argparse.Namespace) -> int:
     bench = import_module("parzen.bench")
-    options = {k: v for k, v in vars(arguments).items() if k not in ("run", "what", "long", "folder")}
+    options = {
+        k: v for k, v in vars(arguments).items() if k not in ("run", "what", "long", "folder", "device")
+    }
+    if arguments.device == "cuda":
+        if arguments.what != "attention" or arguments.long or arguments.folder or arguments.threads:
+            raise UserError("--device cuda goes with attention, --kernels, --lengths and --out only")
+        del options["threads"]
+        if bench.bench_gpu(**options) is None:
+            print("no GPU to time: torch sees no CUDA device", file=sys.stderr)
+            return 3
+        return 0
     if arguments.long and arguments.what != "attention":
         raise UserError("--long goes with attention only; for decode see --lengths")
     if arguments.folder and arguments.what != "decode":
