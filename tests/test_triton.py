@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import parzen
-from parzen import testing
+from parzen import bench, testing
 from parzen.backends import BACKENDS, Call, choose, triton
+from parzen.cli import main
 from parzen.kernels import lower
 from parzen.testing import check_kernel, witness
 
@@ -399,10 +400,30 @@ class _Off:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("epanechnikov", "relumax", "knn_gaussian")),
     ],
 )
-def test_compiles_for_a_gpu_that_is_not_there(kernel: str):
+def test_compiles_for_a_gpu_that_is_not_there(kernel: str, monkeypatch: pytest.MonkeyPatch):
     """One architecture: cubins, without register spills."""
+    monkeypatch.delenv("TRITON_INTERPRET")
     command = [sys.executable, "-m", "parzen.backends.triton.build", "--arch", "90", "--width", "64"]
     command += ["--kernels", kernel]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" 0 bytes spilled") == 3, done.stdout
+
+
+# ---- timed ---------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_runs_as_a_toy(tmp_path):
+    lines = bench.bench_gpu(kernels=["relumax"], lengths=[20], out=tmp_path, show=lambda _: None)
+    assert [(x.inputs, x.contender) for x in lines] == [
+        (inputs, by) for inputs in ("N(0,1)", "peaked") for by in ("sdpa", "parzen")
+    ]
+    assert 1 <= lines[3].support < lines[1].support < lines[0].support
+    assert "a toy" in (tmp_path / "attention.md").read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to time")
+def test_the_benchmark_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert main(["bench", "attention", "--device", "cuda"]) == 3
+    assert capsys.readouterr().err == "no GPU to time: torch sees no CUDA device\n"
