@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from torch.testing import assert_close
 
 from parzen.attention import attention_weights
@@ -16,7 +15,6 @@ from parzen.cli import main
 from parzen.lab import ledger
 from parzen.lab.config import RunConfig
 from parzen.lab.experiments import length
-from parzen.lab.report import group
 from parzen.lab.runs import find_runs
 from parzen.lab.sweep import best_model, build
 from parzen.lab.tasks.length import TASKS, LengthConfig, Lengths, score, to_device, written
@@ -91,17 +89,6 @@ def test_the_ledger_finds_exact_match_by_length(runs, tmp_path):
     place = ledger.Place("sort", "length/sort", (("model.kind", "mosaic"),))
     scores = ledger.Results(tmp_path).scores(place, ledger.exact(3, 6))
     assert set(scores) == {"gaussian", "biweight"}
-
-
-def test_curves_of_the_report(runs):
-    panels = length.panels(group(find_runs([runs])), lambda name: "black")
-    # Mosaics and Transformers are settings of their own.
-    assert len(panels) == 4
-    axes = Figure().subplots()
-    panels[0](axes)
-    assert axes.get_ylabel() == "exact match"
-    assert axes.get_title() in ("sort, mosaics, 1 layer", "sort, transformers, nape, 1 layer")
-    assert {tuple(line.get_xdata()) for line in axes.get_lines()} == {(3, 6)}
 
 
 @pytest.mark.parametrize(

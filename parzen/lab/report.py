@@ -25,7 +25,6 @@ from parzen.kernels import KERNELS
 from parzen.lab import console, figures, page, statistics
 from parzen.lab.errors import UserError
 from parzen.lab.figures import Chart, Map, Series
-from parzen.lab.figures import Panel as Panel
 from parzen.lab.files import write_whole
 from parzen.lab.page import NONE, Cell, Section
 from parzen.lab.runs import Run, read_json

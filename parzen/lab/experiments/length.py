@@ -11,16 +11,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 from parzen.attention import AttentionWeights, attention_weights
 from parzen.kernels import kernel, spell
-from parzen.lab import console, evaluate, statistics
+from parzen.lab import console, evaluate
 from parzen.lab.config import EIGHT, RunConfig
 from parzen.lab.errors import UserError
 from parzen.lab.runs import Run
@@ -33,9 +32,6 @@ from parzen.models.generate import TransformerReader
 from parzen.models.mosaic import ContextualMemory, MosaicConfig
 from parzen.models.sequence import SequenceConfig, SequenceModel
 from parzen.models.transformer import CausalAttention
-
-if TYPE_CHECKING:
-    from parzen.lab.report import Group, Panel
 
 MODELS = ("mosaic", "transformer")
 # What Vasylenko et al. compare: kernel and bandwidth of the Transformers if neither is given.
@@ -468,62 +464,3 @@ def _show(runs: Sequence[Run]) -> None:
     print()
     print(f"{runs[0].config.task.name}: exact match by source length")
     console.show_table(("model", "seed", *lengths, "escape step"), rows)
-
-
-def panels(groups: Sequence[Group], color: Callable[[str], str]) -> list[Panel]:
-    """Exact match and token accuracy over source length, two panels for each setting; for the report.
-
-    Lines are means over seeds, bands their 95 % Student t intervals, cut at 0 and 1. The source lengths of
-    training are shaded.
-
-    Args:
-        groups: of runs; those without lengths are left out.
-        color: of a group, by its name.
-    """
-    found = [one for one in groups if one.finished and _lengths(one, "exact_match")]
-    measures = (("exact_match", "exact match"), ("token_accuracy", "token accuracy"))
-
-    def panel_of(setting: str, key: str, label: str) -> Panel:
-        def panel(axes: Axes) -> None:
-            for one in found:
-                if one.setting != setting:
-                    continue
-                by_length = _lengths(one, key)
-                estimates = [statistics.mean(values) for values in by_length.values()]
-                x, y = np.array([*by_length]), np.array([e.mean for e in estimates])
-                axes.plot(x, y, "o-", color=color(one.name), label=one.name, markersize=3, linewidth=1.4)
-                if all(e.freedom for e in estimates):
-                    half = np.array([e.half() for e in estimates])
-                    low, high = (y - half).clip(0, 1), (y + half).clip(0, 1)
-                    axes.fill_between(x, low, high, color=color(one.name), alpha=0.2, linewidth=0)
-                task = one.config["task"]
-                ticks = [*by_length]
-            axes.axvspan(task["shortest"], task["longest"], color="#888888", alpha=0.15, linewidth=0)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(ticks, [str(tick) for tick in ticks])
-            axes.minorticks_off()
-            axes.set_title(titles[setting])
-            axes.set(xlabel="source length", ylabel=label, ylim=(-0.03, 1.03))
-            axes.grid(alpha=0.25)
-            axes.legend(fontsize=8)
-
-        return panel
-
-    titles = {one.setting: _title(one) for one in found}
-    # A setting is a long name, and needed only to tell apart what has the same short one.
-    short = [*titles.values()]
-    titles = {setting: name if short.count(name) == 1 else setting for setting, name in titles.items()}
-    return [panel_of(setting, *measure) for setting in titles for measure in measures]
-
-
-def _title(one: Group) -> str:
-    model = one.config["model"]
-    kind = "mosaics" if model["kind"] == "mosaic" else f"{model['mixer']}s, {model['positions']}"
-    return f"{one.config['task']['name']}, {kind}, {one.layers} layer{'s' if one.layers > 1 else ''}"
-
-
-def _lengths(one: Group, key: str) -> dict[int, list[float]]:
-    """The numbers at ``key`` by length, one of each run, at the lengths that all runs have."""
-    tables: list[Mapping[str, float]] = [run.results.get(key, {}) for run in one.runs]
-    shared = set.intersection(*(set(t) if isinstance(t, Mapping) else set() for t in tables))
-    return {int(at): [t[at] for t in tables] for at in sorted(shared, key=int)}
