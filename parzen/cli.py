@@ -226,14 +226,18 @@ def _add_train(commands: Commands[Parser]) -> None:
     _add_training(command)
 
 
-def _add_training(command: Parser) -> None:
-    command.add_argument("--data", type=_path, metavar="PATH", help="stories (default: the built-in ones)")
+def _add_text(command: Parser, about: str) -> None:
+    command.add_argument("--data", type=_path, metavar="PATH", help=about)
     command.add_argument(
         "--valid", type=_path, metavar="PATH", help="validation stories (default: last 6 %%)"
     )
     command.add_argument(
         "--tokenizer", type=_path, metavar="PATH", help="vocab.json and merges.txt in a folder"
     )
+
+
+def _add_training(command: Parser) -> None:
+    _add_text(command, "stories (default: the built-in ones)")
     command.add_argument(
         "--runs", type=_path, metavar="DIR", help="folder of run folders (default: runs/stories)"
     )
@@ -393,13 +397,7 @@ def _add_reproduce(commands: Commands[Parser]) -> None:
         "--scale", choices=("tiny", "small", "paper"), help="tiny (default, minutes), small (a day), paper"
     )
     command.add_argument("--seeds", type=_whole(0), nargs="+", metavar="S", help="default: the scale's")
-    command.add_argument("--data", type=_path, metavar="PATH", help="stories of Figure 2 (tiny has its own)")
-    command.add_argument(
-        "--valid", type=_path, metavar="PATH", help="validation stories (default: last 6 %%)"
-    )
-    command.add_argument(
-        "--tokenizer", type=_path, metavar="PATH", help="vocab.json and merges.txt in a folder"
-    )
+    _add_text(command, "stories of Figure 2 (tiny has its own)")
     command.add_argument(
         "--grid", action="store_true", help="Table 1: tune the baselines, the best by validation counts"
     )

@@ -164,6 +164,7 @@ def attempt(
             _train(run, work, how, progress)
     except UserError as error:
         reason, text = str(error), f"{error}\n"
+    # Of whatever kind: hours of other runs are not lost to it, and nothing of it is hidden.
     except Exception as error:
         text = traceback.format_exc()
         reason = f"{type(error).__name__}: {' '.join(str(error).split())} (see {run.folder / FAILED})"
