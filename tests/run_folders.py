@@ -50,3 +50,13 @@ def add_run(root, kernel="gaussian", layers=1, seed=0, offset=0.0, finished=True
         found = results_of(kernel, layers, seed, loss) if results is None else results
         (run.folder / "results.json").write_text(json.dumps(found))
     return run
+
+
+def add_runs(root):
+    """Four kernels at two depths, the shallow one with two seeds, and a run that did not finish."""
+    for name, offset in OFFSETS.items():
+        for layers in (1, 4):
+            for seed in (0, 1) if layers == 1 else (0,):
+                add_run(root, name, layers, seed, offset + (0.003 * seed if name == "biweight" else 0))
+    add_run(root, "triweight", 4, finished=False)
+    return root

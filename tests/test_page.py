@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folders import OFFSETS, add_run
+from run_folders import add_run, add_runs
 
 from parzen.lab import page
 from parzen.lab.figures import COLORS, MAP, Chart, Map, Series, luminance, on
@@ -36,13 +36,7 @@ CLAIMS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("runs")
-    for name, offset in OFFSETS.items():
-        for layers in (1, 4):
-            for seed in (0, 1) if layers == 1 else (0,):
-                add_run(root, name, layers, seed, offset)
-    add_run(root, "triweight", 4, finished=False)
-    return root
+    return add_runs(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parzen.backends import Call, engine, reference
-from parzen.backends.engine import INPUTS, TENSORS, fake_backward, gradient_shapes
+from parzen.backends.engine import TENSORS, gradient_shapes
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -196,19 +196,8 @@ def _check(status: int) -> None:
         raise MemoryError("the CPU engine ran out of memory")
 
 
-_library = torch.library.Library("parzen", "FRAGMENT")
-_library.define(
-    f"cpu_forward({INPUTS}, bool save) -> (Tensor o, Tensor stats, Tensor where, Tensor count, "
-    "Tensor index, Tensor score)"
-)
-_library.define(
-    f"cpu_backward(Tensor do, {INPUTS}, Tensor stats, Tensor where, Tensor count, Tensor index, "
-    "Tensor score, bool[] needs) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, "
-    "Tensor dscale, Tensor dlevel, Tensor dr)"
-)
-
-
-def _saved(q: Tensor, k: Tensor, save: bool) -> tuple[Tensor, ...]:
+def _saved(args: Sequence[Any], save: bool) -> tuple[Tensor, ...]:
+    q, k = args[:2]
     b, h, t, _ = q.shape
     dtype = reference.compute_dtype(q.dtype)
     if not save:
@@ -235,9 +224,9 @@ def _prepare(tensors: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    q, k, v = args[:3]
+    q, _, v = args[:3]
     numbers, save = args[TENSORS:-1], args[-1]
-    saved = _saved(q, k, save)
+    saved = _saved(args, save)
     if 0 in (q.shape[0], q.shape[1], q.shape[2]):
         return q.new_empty((*q.shape[:3], v.shape[3])), *saved
     inputs = _prepare(args[:TENSORS])
@@ -278,15 +267,7 @@ def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return *grads, *extra
 
 
-def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    q, k, v = args[:3]
-    return q.new_empty((*q.shape[:3], v.shape[3])), *_saved(q, k, args[-1])
-
-
-_library.impl("cpu_forward", _forward, "CPU")
-_library.impl("cpu_backward", _backward, "CPU")
-torch.library.register_fake("parzen::cpu_forward", _fake_forward, lib=_library)
-torch.library.register_fake("parzen::cpu_backward", fake_backward, lib=_library)
+engine.register("cpu", _forward, _backward, _saved, ("stats", "where", "count", "index", "score"), ("CPU",))
 
 
 # ---- the backend ---------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What the engines share: the arguments of their operators, their derivatives and their transforms.
 
-An engine ``name`` registers ``parzen::{name}_forward`` and ``parzen::{name}_backward``:
+``register`` makes ``parzen::{name}_forward`` and ``parzen::{name}_backward`` of an engine:
 
     forward(*INPUTS, bool save) → (o, saved…)
     backward(do, *INPUTS, saved…, bool[5] needs) → (dq, dk, dv, dbias, dslopes, dscale, dlevel, dr)
@@ -11,7 +11,7 @@ bias in its shape, the others (B, H, T), empty where not needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,12 +42,49 @@ def gradient_shapes(args: Sequence[Any], needs: Sequence[bool]) -> list[tuple[in
     return shapes + [rows if need else (0,) for need in needs[1:]]
 
 
-def fake_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def _fake_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """The shapes of an engine's gradients."""
     q, k, v = args[:3]
     dtype = reference.compute_dtype(q.dtype)
     extra = [q.new_empty(shape, dtype=dtype) for shape in gradient_shapes(args, args[-1])]
     return (*(x.new_empty(x.shape) for x in (q, k, v)), *extra)
+
+
+_library = torch.library.Library("parzen", "FRAGMENT")
+
+
+def register(
+    name: str,
+    forward: Callable[..., tuple[Tensor, ...]],
+    backward: Callable[..., tuple[Tensor, ...]],
+    saved: Callable[[Sequence[Any], bool], tuple[Tensor, ...]],
+    names: Sequence[str],
+    devices: Sequence[str],
+) -> None:
+    """Make operators of an engine's two functions.
+
+    Args:
+        name: the engine's.
+        forward: called as ``parzen::{name}_forward``.
+        backward: called as ``parzen::{name}_backward``.
+        saved: (INPUTS, save) → empty tensors in the shapes of what forward saves.
+        names: what each of them is.
+        devices: torch's names of those that the functions work on.
+    """
+    lists = ", ".join(f"Tensor {x}" for x in names)
+    grads = ", ".join(f"Tensor d{x}" for x in ("q", "k", "v", "bias", "slopes", "scale", "level", "r"))
+    _library.define(f"{name}_forward({INPUTS}, bool save) -> (Tensor o, {lists})")
+    _library.define(f"{name}_backward(Tensor do, {INPUTS}, {lists}, bool[] needs) -> ({grads})")
+    for device in devices:
+        _library.impl(f"{name}_forward", forward, device)
+        _library.impl(f"{name}_backward", backward, device)
+
+    def fake_forward(*args: Any) -> tuple[Tensor, ...]:
+        *inputs, save = args
+        return inputs[0].new_empty((*inputs[0].shape[:3], inputs[2].shape[3])), *saved(inputs, save)
+
+    torch.library.register_fake(f"parzen::{name}_forward", fake_forward, lib=_library)
+    torch.library.register_fake(f"parzen::{name}_backward", _fake_backward, lib=_library)
 
 
 # ---- derivatives and transforms ------------------------------------------------------------------

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from parzen.backends import Call, engine
-from parzen.backends.engine import INPUTS, TENSORS, fake_backward, gradient_shapes
+from parzen.backends.engine import TENSORS, gradient_shapes
 from parzen.kernels import EVERYWHERE, EXP, MARGIN, POWER, UNIT_MASS
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,6 +71,19 @@ def config(width: int, itemsize: int, capability: tuple[int, int]) -> Config:
     if width * itemsize <= 128:
         return Config() if capability >= (9, 0) else Config(m=32, n=32, warps=4)
     return Config(m=32, n=32) if width * itemsize <= 256 else Config(m=16, n=16, warps=4)
+
+
+def options(chosen: Config) -> dict[str, Any]:
+    """How Triton is to compile."""
+    made: dict[str, Any] = {
+        "num_warps": chosen.warps,
+        # A product that is rounded in one place and not in another would move a key across a threshold.
+        "enable_fp_fusion": False,
+    }
+    if torch.version.hip is None:
+        # As many as 8 warps can have: ptxas would rather spill some than use them all.
+        made["maxnreg"] = 255
+    return made
 
 
 @cache
@@ -189,9 +202,7 @@ def _launch(args: Sequence[Any]) -> _Launch:
             "BLOCK_M": chosen.m,
             "BLOCK_N": chosen.n,
             "CROWD": chosen.crowd,
-            "num_warps": chosen.warps,
-            # A product that is rounded in one place and not in another would move a key across a threshold.
-            "enable_fp_fusion": False,
+            **options(chosen),
         },
         config=chosen,
         batch=first_q.numel() - 1 if packed else q.shape[0],
@@ -298,22 +309,7 @@ def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     return dq, dk, dv, *extra
 
 
-def _fake_forward(*args: Any) -> tuple[Tensor, ...]:
-    *args, save = args  # type: ignore[assignment]
-    return args[0].new_empty((*args[0].shape[:3], args[2].shape[3])), *_saved(args, save)
-
-
-_library = torch.library.Library("parzen", "FRAGMENT")
-_library.define(f"triton_forward({INPUTS}, bool save) -> (Tensor o, Tensor stats, Tensor mean, Tensor other)")
-_library.define(
-    f"triton_backward(Tensor do, {INPUTS}, Tensor stats, Tensor mean, Tensor other, bool[] needs) -> "
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dslopes, Tensor dscale, Tensor dlevel, Tensor dr)"
-)
-for _key in ("CPU", "CUDA"):
-    _library.impl("triton_forward", _forward, _key)
-    _library.impl("triton_backward", _backward, _key)
-torch.library.register_fake("parzen::triton_forward", _fake_forward, lib=_library)
-torch.library.register_fake("parzen::triton_backward", fake_backward, lib=_library)
+engine.register("triton", _forward, _backward, _saved, ("stats", "mean", "other"), ("CPU", "CUDA"))
 
 
 # ---- the backend ---------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from parzen.backends.triton import Config, _kernels, config
+from parzen.backends.triton import Config, _kernels, config, options
 from parzen.kernels import EVERYWHERE, KERNELS, Form, kernel, lower
 
 _POINTERS = {
@@ -66,7 +66,7 @@ def _type(name: str, static: dict[str, Any]) -> str:
     return "fp32" if name.endswith("_all") else "i32"
 
 
-def compile(function: Any, static: dict[str, Any], arch: int, warps: int) -> tuple[bytes, int]:
+def compile(function: Any, static: dict[str, Any], arch: int, chosen: Config) -> tuple[bytes, int]:
     """The cubin of a kernel for sm_``arch`` in bfloat16, and its bytes of shared memory."""
     names = function.arg_names
     static = {name: value for name, value in static.items() if name in names}
@@ -78,24 +78,26 @@ def compile(function: Any, static: dict[str, Any], arch: int, warps: int) -> tup
     }
     constants = {(names.index(name),): value for name, value in static.items()}
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": warps, "enable_fp_fusion": False}
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options(chosen))
     return made.asm["cubin"], made.metadata.shared
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread, and bytes of its stack: spilled registers, for the kernels have no arrays there."""
+    """Registers a thread, and how many of its instructions spill them: all that load or store local memory.
+
+    A stack frame alone is none: LLVM may leave one that nothing touches.
+    """
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if found is None:
-        raise RuntimeError(f"{tool} says nothing of registers: {text}")
-    return int(found[1]), int(found[2])
+        command = [str(tool), "--dump-resource-usage", "--dump-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers = re.search(r"REG:(\d+)", text)
+    code = re.findall(r"/\*[0-9a-f]{4,}\*/ +(?:@\S+ +)?([A-Z]\w*)", text)
+    if registers is None or "EXIT" not in code:
+        raise RuntimeError(f"{tool} shows no registers or no code: {text[:500]}")
+    return int(registers[1]), code.count("LDL") + code.count("STL")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,12 +116,12 @@ def main(argv: list[str] | None = None) -> int:
                 for part in ("forward", "backward_queries", "backward_keys"):
                     start = time.perf_counter()
                     static = _static(form, width, chosen, part == "forward")
-                    cubin, shared = compile(getattr(_kernels(), part), static, arch, chosen.warps)
-                    registers, stack = usage(cubin)
-                    spilled += stack > 0
+                    cubin, shared = compile(getattr(_kernels(), part), static, arch, chosen)
+                    registers, spills = usage(cubin)
+                    spilled += spills
                     took = time.perf_counter() - start
                     what = f"sm_{arch} width {width} {name} {part}"
-                    used = f"{registers} registers, {shared} bytes shared, {stack} bytes spilled"
+                    used = f"{registers} registers, {shared} bytes shared, {spills} spills"
                     print(f"{what}: {used} ({took:.1f} s)", flush=True)
     return int(spilled > 0)
 
