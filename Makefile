@@ -11,9 +11,9 @@ help:
 	@echo "make demo      train a small Memory Mosaic with four kernels (about 4 minutes)"
 	@echo "make check     ruff and mypy"
 	@echo "make test      check, then the tests"
-	@echo "make test-all  the tests with the slow sweeps"
+	@echo "make test-all  the tests with the slow sweeps, and gpu-compile"
 	@echo "make docs      the site, in build/site; a warning is an error"
-	@echo "make gpu-compile  compile the Triton kernels for three GPUs, without one (many minutes)"
+	@echo "make gpu-compile  compile the Triton kernels for three GPUs, without one (8 minutes)"
 	@echo "make engine    build the CPU engine in place; make test-neon, test-sanitize check it further"
 
 install: $(STAMP)
@@ -35,7 +35,7 @@ check: $(STAMP)
 test: check
 	$(BIN)/pytest -n $(WORKERS) -m "not slow"
 
-test-all: check
+test-all: check gpu-compile
 	$(BIN)/pytest -n $(WORKERS)
 
 docs: $(STAMP)

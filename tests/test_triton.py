@@ -30,6 +30,8 @@ pytestmark = [
 ]
 
 SOME = ["entmax?alpha=1.3", "power?r=2&margin=1", "knn_gaussian?k=3"]
+# One of each rule and profile with tiles that round.
+HALVES = ["gaussian", "biweight", "relumax", "knn_uniform"]
 # One case of each kind of option.
 FEW = {
     "plain",
@@ -101,8 +103,12 @@ def test_conforms(kernel: str, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kernel", NAMES)
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [(name, torch.float32) for name in NAMES]
+    + list(itertools.product(HALVES, (torch.bfloat16, torch.float16))),
+    ids=str,
+)
 def test_the_whole_table_conforms(kernel: str, dtype: torch.dtype):
     # In halves the tiles round weights before they multiply them, as torch's own kernels do.
     tolerance = 2e-2 if dtype != torch.float32 else 3e-5 if "?r=" in kernel else None
