@@ -421,12 +421,16 @@ def _add_evaluate(commands: Commands[Parser]) -> None:
     command = _command(commands, "evaluate", _evaluate, "say what a trained run achieves and its kernel does")
     command.add_argument("folder", type=_path, metavar="RUN", help="the folder of a run")
     command.add_argument("--valid", type=_path, metavar="PATH", help="another text (default: the run's own)")
+    command.add_argument(
+        "--lengths", type=_lengths, metavar="N,M", help="other source lengths (runs of parzen length)"
+    )
+    command.add_argument("--keep", action="store_true", help="add those lengths to the run's results")
     command.add_argument("--to", type=_path, metavar="FILE", help="save everything as JSON")
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     again = import_module("parzen.lab.again")
-    return int(again.evaluate_run(arguments.folder, arguments.valid, arguments.to))
+    return int(again.evaluate_run(**_given(arguments)))
 
 
 def _add_generate(commands: Commands[Parser]) -> None:

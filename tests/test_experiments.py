@@ -60,6 +60,8 @@ def test_a_run_can_be_evaluated_again(regbench_runs, tmp_path, capsys):
     assert "support, layer 1" in capsys.readouterr().out
     assert main(["evaluate", str(run.folder), "--valid", str(tmp_path)]) == 2
     assert "was not trained on stories" in capsys.readouterr().err
+    assert main(["evaluate", str(run.folder), "--lengths", "8"]) == 2
+    assert "--lengths has no meaning for it" in capsys.readouterr().err
 
 
 def test_the_report_reads_regbench(regbench_runs, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from parzen.cli import main
 from parzen.lab import ledger
 from parzen.lab.config import RunConfig
 from parzen.lab.experiments import length
-from parzen.lab.runs import find_runs
+from parzen.lab.runs import Run, find_runs
 from parzen.lab.sweep import best_model, build
 from parzen.lab.tasks.length import TASKS, LengthConfig, Lengths, score, to_device, written
 from parzen.lab.tasks.recall import MQMTAR
@@ -132,6 +133,38 @@ def test_escape_is_the_first_evaluation_above_a_half(runs, monkeypatch):
     for count, step in ((4, 15), (3, 15), (2, None)):
         monkeypatch.setattr(run, "metrics", lambda n=count: lines[:n])
         assert length.again(run, model)["escape_step"] == step
+
+
+def test_other_lengths_are_measured_and_kept(runs, tmp_path, capsys):
+    run = next(r for r in find_runs([runs]) if r.config.name == "biweight")
+    folder = shutil.copytree(run.folder, tmp_path / run.folder.name)
+    before = Run.open(folder).results()
+    command = ["evaluate", str(folder), "--lengths", "3,12"]
+    assert main([*command, "--to", str(tmp_path / "got.json")]) == 0
+    got = json.loads((tmp_path / "got.json").read_text())
+    assert got["samples"] == {"3": 40, "12": 40}
+    assert got["exact_match"]["3"] == before["exact_match"]["3"]
+    assert Run.open(folder).results() == before
+    assert main([*command, "--keep"]) == 0
+    after = Run.open(folder).results()
+    assert after.keys() == before.keys()
+    for name in ("exact_match", "samples", "heads", "mean_support"):
+        assert list(after[name]) == ["3", "6", "12"]
+        assert after[name]["12"] == got[name]["12"]
+        assert after[name]["6"] == before[name]["6"]
+    assert after["validation"] == before["validation"]
+    capsys.readouterr()
+    (folder / "results.json").unlink()
+    for arguments, message in (
+        (["--lengths", "12", "--keep"], "is not finished"),
+        (["--lengths", "12,3"], "in ascending order"),
+        (["--lengths", "0"], "whole number ≥ 1"),
+        (["--keep"], "--keep goes with --lengths"),
+    ):
+        assert main(["evaluate", str(folder), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -41,24 +41,44 @@ def resume(folders: Sequence[Path], how: How) -> int:
     return sweep([Part(run.folder.resolve().parent, [run.config], work_of) for run in runs], how)[1]
 
 
-def evaluate_run(folder: Path, valid: Path | None, to: Path | None) -> int:
+def evaluate_run(
+    folder: Path,
+    *,
+    valid: Path | None = None,
+    lengths: Sequence[int] | None = None,
+    keep: bool = False,
+    to: Path | None = None,
+) -> int:
     """Prints the numbers, and what the kernel does in each head; everything goes to ``to`` as JSON.
 
     Args:
         folder: of the run.
         valid: another text, for a run on stories.
+        lengths: other source lengths for the tests, ascending, for a run on a task of lengths.
+        keep: add what is found at ``lengths`` to the run's results, for its reports.
         to: a file, or None.
 
     Raises:
-        UserError: no such run, or a text where none is read.
+        UserError: no such run, or what the run's task does not have.
     """
     run, model = best_model(folder)
-    if isinstance(run.config.task, StoriesConfig):
-        got = stories.again(run, model, valid)
-    elif valid is None:
-        got = dict(work_of(run).results(model))
-    else:
+    task = run.config.task
+    if valid is not None and not isinstance(task, StoriesConfig):
         raise UserError(f"{folder} was not trained on stories: --valid has no meaning for it")
+    if lengths is not None and not isinstance(task, LengthConfig):
+        raise UserError(f"{folder} is no run of parzen length: --lengths has no meaning for it")
+    if keep and lengths is None:
+        raise UserError("--keep goes with --lengths: what else is measured is kept already")
+    if keep and not run.finished:
+        raise UserError(f"{folder} is not finished, so that nothing can be added: see parzen resume")
+    if isinstance(task, StoriesConfig):
+        got = stories.again(run, model, valid)
+    elif isinstance(task, LengthConfig):
+        got = length.again(run, model, lengths)
+        if keep:
+            length.keep(run, got)
+    else:
+        got = dict(work_of(run).results(model))
     if to is not None:
         write_whole(to, to_bytes(got))
     rows = [(key, f"{value:.4g}") for key, value in flat(got) if isinstance(value, int | float)]

@@ -141,6 +141,17 @@ def _varying(maps: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if len({json.dumps(one.get(key, "")) for one in maps}) > 1]
 
 
+def _telling(maps: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
+    """Those of ``keys`` whose values tell ``maps`` apart, each some that those before it did not."""
+    told, said = [], [""] * len(maps)
+    for key in keys:
+        more = [text + json.dumps(one.get(key, "")) for text, one in zip(said, maps, strict=True)]
+        if len(set(more)) > len(set(said)):
+            told.append(key)
+            said = more
+    return told
+
+
 def _kind(setting: Mapping[str, Any]) -> Any:
     return setting.get("model.kind")
 
@@ -150,10 +161,13 @@ def _task(setting: Mapping[str, Any]) -> str:
 
 
 def _titles(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What each is called: its layers, its task if there are several, and what is not the same in that task.
+    """What each is called: its layers, its task if there are several, and what tells it from others of it.
 
     Kinds of models differ by the names of their groups.
     """
+    keys = dict.fromkeys(key for one in settings for key in one)
+    of_models = [key for key in keys if key.startswith("model.") and key != "model.layers"]
+    others = [key for key in keys if not key.startswith("model.")]
     titles = []
     for one in settings:
         alike = [other for other in settings if _task(other) == _task(one)]
@@ -162,8 +176,7 @@ def _titles(settings: Sequence[Mapping[str, Any]]) -> list[str]:
         parts = [f"{layers} layer{'s' if layers > 1 else ''}"]
         if len(alike) < len(settings):
             parts.append(_task(one))
-        differ = [key for key in _varying(kin) if key.startswith("model.") and key != "model.layers"]
-        differ += [key for key in _varying(alike) if not key.startswith("model.")]
+        differ = _telling(kin, of_models) + _telling(alike, others)
         parts += [f"{key.partition('.')[2]} = {one[key]}" for key in differ if key in one]
         titles.append(", ".join(parts))
     return titles

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -345,10 +345,35 @@ def results(model: Backbone, config: RunConfig) -> dict[str, Any]:
     return {**found, **evaluate.kernel_use(model, _some(model, data, data.longest).tokens)}
 
 
-def again(run: Run, model: Backbone) -> dict[str, Any]:
-    """``results``, and ``escape_step``: of the first evaluation with more exact matches than ``ESCAPED``."""
+def again(run: Run, model: Backbone, lengths: Sequence[int] | None = None) -> dict[str, Any]:
+    """``results``, and ``escape_step``: of the first evaluation with more exact matches than ``ESCAPED``.
+
+    Args:
+        run: what ``model`` comes from.
+        model: with its best weights.
+        lengths: other source lengths for the tests, ascending; None: the run's own.
+
+    Raises:
+        UserError: lengths that the task or the model cannot have.
+    """
     steps = (line["step"] for line in run.metrics() if line["exact_match"] > ESCAPED)
-    return {**results(model, run.config), "escape_step": next(steps, None)}
+    config = run.config
+    try:
+        if lengths is not None:
+            config = replace(config, task=replace(config.task, lengths=tuple(lengths)))
+        return {**results(model, config), "escape_step": next(steps, None)}
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def keep(run: Run, more: Mapping[str, Any]) -> None:
+    """Adds what ``more`` says of its lengths to the results of a finished run."""
+    results = run.results()
+    for name, table in more.items():
+        if isinstance(table, Mapping) and all(at.isdecimal() for at in table):
+            joined = {**results.get(name, {}), **table}
+            results[name] = {at: joined[at] for at in sorted(joined, key=int)}
+    run.finish(results)
 
 
 def _some(model: nn.Module, data: LengthConfig, length: int) -> Batch:
