@@ -777,8 +777,42 @@ def _adasplash(n: int, size: int) -> dict[str, Callable[..., Tensor]]:
     return found
 
 
+def _peers(
+    qkv: Sequence[Tensor], sharp: float, ours: Callable[..., Tensor], show: Callable[[str], object]
+) -> dict[tuple[str, str], Callable[..., Tensor]]:
+    """AdaSplash, if it runs and agrees with ``ours``; ``show`` hears why not."""
+    q, k, v = qkv
+    n, size = q.shape[2:]
+    found: dict[tuple[str, str], Callable[..., Tensor]] = {}
+    for name, f in _adasplash(n, size).items():
+        # It takes no scale: that goes into the queries.
+        def call(q: Tensor, k: Tensor, v: Tensor, f: Callable[..., Tensor] = f) -> Tensor:
+            return f(q * sharp, k, v)
+
+        try:
+            o = call(q, k, v)
+            torch.autograd.grad(o, qkv, torch.ones_like(o))
+        except Exception as error:  # Another project's program: whatever it raises must not cost our table.
+            show(f"{name} does not serve {n} × {size}: {error!r}")
+            continue
+        expected = ours(q, k, v).detach()
+        off = float((o.detach() - expected).norm() / expected.norm())
+        if off < 5e-2:
+            found["biweight", name] = call
+        else:
+            show(f"{name}, {n} × {size}, is off by {off:.1e}: not timed")
+    return found
+
+
 def measure_gpu(
-    inputs: str, n: int, size: int, heads: int, kernels: Sequence[str], device: str, repeats: int
+    inputs: str,
+    n: int,
+    size: int,
+    heads: int,
+    kernels: Sequence[str],
+    device: str,
+    repeats: int,
+    show: Callable[[str], object] = print,
 ) -> list[GpuLine]:
     """The lines of one length, width and kind of inputs."""
     g = torch.Generator().manual_seed(0)
@@ -800,10 +834,8 @@ def measure_gpu(
         contenders[kernel, "parzen"] = partial(
             parzen.attention, kernel=kernel, scale=factor, is_causal=True, backend="triton"
         )
-    if device != "cpu" and "biweight" in kernels:
-        for name, f in _adasplash(n, size).items():
-            # It takes no scale: that goes into the queries.
-            contenders["biweight", name] = lambda q, k, v, f=f: f(q * sharp, k, v)
+    if "biweight" in kernels:
+        contenders |= _peers((q, k, v), sharp, contenders["biweight", "parzen"], show)
     clocks = {key: partial(_gpu_clock, f, (q, k, v), seed) for key, f in contenders.items()}
     flash = torch.nn.attention.SDPBackend.FLASH_ATTENTION
     with torch.nn.attention.sdpa_kernel(flash):
@@ -872,7 +904,7 @@ def bench_gpu(
         if time.perf_counter() - start > GPU_SECONDS and not toy:
             left_out.append(f"{n}×{size}, {inputs}")
             continue
-        fresh = measure_gpu(inputs, n, size, heads, kernels or GPU_KERNELS, device, repeats)
+        fresh = measure_gpu(inputs, n, size, heads, kernels or GPU_KERNELS, device, repeats, show)
         lines += fresh
         show(gpu_table(fresh))
     what = "interpreted on a CPU: a toy" if toy else torch.cuda.get_device_name()

@@ -435,6 +435,22 @@ def test_the_benchmark_runs_as_a_toy(tmp_path):
     assert "a toy" in (tmp_path / "attention.md").read_text()
 
 
+def test_a_peer_is_timed_where_it_runs_and_agrees(monkeypatch: pytest.MonkeyPatch):
+    def fails(q, k, v):
+        raise AssertionError("needs CUDA")
+
+    def right(q, k, v, factor=1.0):
+        return factor * parzen.attention(q, k, v, kernel="biweight", is_causal=True, backend="reference")
+
+    peers = {"one": right, "two": lambda *x: right(*x, factor=1.2), "three": fails}
+    monkeypatch.setattr(bench, "_adasplash", lambda n, size: peers)
+    said = []
+    lines = bench.bench_gpu(kernels=["biweight"], lengths=[20], show=said.append)
+    assert [line.contender for line in lines] == 2 * ["sdpa", "parzen", "one"]
+    assert sum("two, 20 × 16, is off by 2.0e-01: not timed" in line for line in said) == 2
+    assert sum("three does not serve 20 × 16: AssertionError('needs CUDA')" in line for line in said) == 2
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to time")
 def test_the_benchmark_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET")

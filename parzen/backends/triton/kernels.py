@@ -374,7 +374,11 @@ def _list_average(
 
 # ---- forward -------------------------------------------------------------------------------------
 
-_RUNTIME = ["T", "S", "diagonal", "left", "right", "rows", "tiles", "work", "nearest"]
+# What a compiled kernel does not depend on, not even on whether it is 1 or a multiple of 16.
+_RUNTIME = [
+    "H", "GROUPS", "T", "S", "rows", "key_rows", "tiles", "work", "live_n", "diagonal", "left", "right",
+    "nearest",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
