@@ -132,6 +132,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
             )
         )
     show_table(headers, rows)
+    print("\nAny profile (power, exp) with any rule (radius, margin, k): 'power?r=2&margin=1'")
     return 0
 
 

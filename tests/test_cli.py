@@ -28,8 +28,9 @@ def fails(capsys, *argv):
 
 def test_kernels_prints_every_row(capsys):
     assert main(["kernels"]) == 0
-    header, _, *lines = capsys.readouterr().out.splitlines()
+    header, _, *lines, _, free = capsys.readouterr().out.splitlines()
     assert header.split()[0] == "name"
+    assert "'power?r=2&margin=1'" in free
     assert [line.split()[0] for line in lines] == list(KERNELS)
     for line, row in zip(lines, KERNELS.values(), strict=True):
         for cell in (*row.aliases, row.ml_name, row.statistical_name, *row.parameters, row.source):
