@@ -13,7 +13,7 @@ help:
 	@echo "make test      check, then the tests"
 	@echo "make test-all  the tests with the slow sweeps, and gpu-compile"
 	@echo "make docs      the site, in build/site; a warning is an error"
-	@echo "make gpu-compile  compile the Triton kernels for three GPUs, without one (8 minutes)"
+	@echo "make gpu-compile  compile the Triton kernels for three GPUs, without one (6 minutes)"
 	@echo "make engine    build the CPU engine in place; make test-neon, test-sanitize check it further"
 
 install: $(STAMP)

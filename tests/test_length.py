@@ -167,6 +167,15 @@ def test_other_lengths_are_measured_and_kept(runs, tmp_path, capsys):
         assert error.count("\n") == 1
 
 
+def test_learned_positions_end(tmp_path, capsys):
+    arguments = ["--positions", "learned", "--kernels", "gaussian", "--steps", "1", "--runs", str(tmp_path)]
+    assert main(["length", "--task", "sort", "--scale", "tiny", "--models", "transformer", *arguments]) == 0
+    folder = str(find_runs([tmp_path])[0].folder)
+    assert main(["evaluate", folder, "--lengths", "4"]) == 0
+    assert main(["evaluate", folder, "--lengths", "7"]) == 2
+    assert "16 tokens are more than the 14 positions that were learned" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -357,13 +357,23 @@ def again(run: Run, model: Backbone, lengths: Sequence[int] | None = None) -> di
         UserError: lengths that the task or the model cannot have.
     """
     steps = (line["step"] for line in run.metrics() if line["exact_match"] > ESCAPED)
-    config = run.config
+    config = run.config if lengths is None else replace(run.config, task=_tested_at(run.config, lengths))
+    return {**results(model, config), "escape_step": next(steps, None)}
+
+
+def _tested_at(config: RunConfig, lengths: Sequence[int]) -> LengthConfig:
+    model = config.model
     try:
-        if lengths is not None:
-            config = replace(config, task=replace(config.task, lengths=tuple(lengths)))
-        return {**results(model, config), "escape_step": next(steps, None)}
+        data = replace(config.task, lengths=tuple(lengths))
     except ValueError as error:
         raise UserError(str(error)) from error
+    longest = data.row(data.lengths[-1])
+    if isinstance(model, SequenceConfig) and model.learned_positions and longest > model.max_length:
+        raise UserError(
+            f"{longest} tokens are more than the {model.max_length} positions that were learned; "
+            "test it at shorter sources"
+        )
+    return data
 
 
 def keep(run: Run, more: Mapping[str, Any]) -> None:
