@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parzen
-from parzen.backends import Call, cpu
+from parzen.backends import cpu
+from parzen.call import Call
 from parzen.kernels import Nearest, lower
 from parzen.lab.errors import UserError
 from parzen.lab.tasks.tales import tales

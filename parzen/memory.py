@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parzen.attention import _call, _restore, check_flags, check_scale, check_tensor, check_window
-from parzen.backends import Call, choose, recall, reference
+from parzen.backends import choose, recall, reference
 from parzen.backends.recall import CHUNK, Codes
+from parzen.call import Call, check_flags, check_scale, check_tensor, check_window, make, restore
 from parzen.kernels import Kernel, Number, Power, UnitMass, WithinMargin
 from parzen.kernels import kernel as _spelled
 
@@ -274,7 +274,7 @@ class KeyValueMemory:
             RuntimeError: a query that would need a gradient.
         """
         call, lead, dtype = self._prepare(query, attn_mask, is_causal, window, scale)
-        return _restore(self._run(call), lead).to(dtype)
+        return restore(self._run(call), lead).to(dtype)
 
     def reads(
         self,
@@ -297,7 +297,7 @@ class KeyValueMemory:
             if reason is not None:
                 raise ValueError(reason)
             recall.run(call, self._table, self.dtype, counts)  # type: ignore[arg-type]
-        return Reads(*(_restore(x, lead) for x in counts))
+        return Reads(*(restore(x, lead) for x in counts))
 
     def _run(self, call: Call) -> Tensor:
         if not self._length:
@@ -342,7 +342,7 @@ class KeyValueMemory:
             for size in (self.head_dim, self.value_dim)
         )
         with torch.autocast(query.device.type, enabled=False):
-            call, lead = _call(
+            call, lead = make(
                 plain, key, value, attn_mask, 0.0, False, self.scale if scale is None else scale, True,
                 self.kernel, (left, 0 if is_causal else right), None,
             )  # fmt: skip

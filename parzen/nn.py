@@ -22,18 +22,9 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias
 
 from parzen import kernels
-from parzen.attention import (
-    AttentionWeights,
-    attention,
-    attention_weights,
-    check_flags,
-    check_scale,
-    check_tensor,
-    check_together,
-    check_window,
-    fits,
-)
+from parzen.attention import AttentionWeights, attention, attention_weights
 from parzen.backends import BACKENDS
+from parzen.call import check_flags, check_scale, check_tensor, check_together, check_window, fits
 from parzen.convert import anneal as anneal
 from parzen.convert import convert as convert
 from parzen.convert import match as match

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,10 @@ PACKAGE = Path(parzen.__file__).parent
 # Each layer may import the layers before it, and itself.
 LAYERS = [
     {"parzen.kernels"},
+    {"parzen.call"},
     {"parzen.backends"},
     {"parzen.attention"},
-    {"parzen.convert"},
-    {"parzen.nn", "parzen.memory", "parzen.testing"},
+    {f"parzen.{name}" for name in ("losses", "convert", "nn", "memory", "regression", "view", "testing")},
     {"parzen.models"},
     {"parzen.integrations", "parzen.lab", "parzen.bench"},
     {"parzen.cli"},
@@ -46,9 +47,9 @@ def imported(path):
             yield from (a.name for a in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module or ""
-            if node.module == "parzen" or node.module == "parzen.backends":
-                yield from (f"{node.module}.{a.name}" for a in node.names)
+            names = dict(modules())
+            for full in (f"{node.module}.{a.name}" for a in node.names):
+                yield full if full in names else node.module or ""
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,12 @@ def test_imports_go_one_way(name, path):
         if ".".join(other.split(".")[:2]) not in set().union(*LAYERS):
             continue  # a public name of the package itself
         assert layer(other) <= mine, f"{name} imports {other}, which lies above it"
+
+
+def test_no_circle():
+    """Of the library; a function that imports when it is called counts too."""
+    paths = {name: path for name, path in modules() if layer(name) and not name.startswith("parzen.lab")}
+    TopologicalSorter({name: set(imported(path)) & paths.keys() for name, path in paths.items()}).prepare()
 
 
 def test_the_library_needs_torch_and_numpy_only():
@@ -84,7 +91,7 @@ def test_nothing_needs_the_integrations():
 def test_no_backend_knows_a_kernel_by_name():
     names = {n for key, row in KERNELS.items() for n in (key, *row.aliases)}
     names -= {"uniform"}  # an everyday word
-    for path in [*PACKAGE.glob("backends/*.py"), *PACKAGE.glob("csrc/*")]:
+    for path in [*PACKAGE.glob("backends/**/*.py"), PACKAGE / "call.py", *PACKAGE.glob("csrc/*")]:
         if path.is_dir() or path.stem == "selftest":
             continue
         text = path.read_text(encoding="utf-8")

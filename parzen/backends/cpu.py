@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parzen.backends import Call, engine, reference
+from parzen.backends import engine, reference
 from parzen.backends.engine import TENSORS, gradient_shapes
+from parzen.call import Call
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parzen.backends import Call, packed, reference
+from parzen.backends import reference
+from parzen.call import Call, packed
 from parzen.kernels import Form, Number
 
 INPUTS = (

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parzen.backends import Call, cpu, reference
+from parzen.backends import cpu, reference
 from parzen.backends.engine import number, three
+from parzen.call import Call
 
 # Keys in a chunk, which is coded when it is full; a power of two, and a multiple of the engine's block.
 CHUNK = 1024

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parzen.backends import Call
+from parzen.call import Call
 from parzen.kernels import EXP, MARGIN, NEAREST, THRESHOLD, UNIT_MASS, Form, Number, readable
 
 # Newton steps from the left: f·f' falls at least fourfold a step (f convex and decreasing), so 24 bring

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parzen.backends import Call, cpu
+from parzen.backends import cpu
 from parzen.backends.reference import per_query_head
+from parzen.call import Call
 from parzen.kernels import EVERYWHERE
 
 _aten = torch.ops.aten

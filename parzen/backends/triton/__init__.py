@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parzen.backends import Call, engine
+from parzen.backends import engine
 from parzen.backends.engine import TENSORS, gradient_shapes
+from parzen.call import Call
 from parzen.kernels import EVERYWHERE, EXP, MARGIN, POWER, UNIT_MASS
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
