@@ -25,7 +25,7 @@ from parzen.call import (
     packed,
     restore,
 )
-from parzen.kernels import Kernel, Number, lower
+from parzen.kernels import Kernel, Number, lower, plain
 
 
 def attention(
@@ -258,6 +258,7 @@ def weights(
     Source: arXiv 2601.22766, §3.
     """
     check_tensor("scores", scores)
+    dim, scale = plain(dim), plain(scale)
     if scores.ndim == 0:
         raise ValueError("scores must have at least one axis, got a single number")
     if not isinstance(dim, int) or isinstance(dim, bool) or not -scores.ndim <= dim < scores.ndim:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from parzen import kernels
-from parzen.kernels import LARGEST, LEAST, UNLIMITED, Form, Kernel, Number, Power, WithinMargin, lower
+from parzen.kernels import LARGEST, LEAST, UNLIMITED, Form, Kernel, Number, lower, plain
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,13 @@ def check_scale(scale: Number, tensors: bool = True) -> None:
 def check_flags(**flags: object) -> None:
     """Raise unless every flag is True or False."""
     for name, flag in flags.items():
-        if not isinstance(flag, bool | torch.SymBool):
+        if not isinstance(flag, bool | np.bool_ | torch.SymBool):
             raise TypeError(f"{name} must be True or False, got {flag!r}")
 
 
 def check_window(window: Any) -> tuple[int, int]:
     """(left, right), with −1 for no limit; so is a limit beyond every length."""
-    pair = window if isinstance(window, tuple | list) else ()
+    pair = [plain(n) for n in window] if isinstance(window, tuple | list) else []
     whole = all(isinstance(n, int | torch.SymInt) and not isinstance(n, bool) for n in pair)
     if len(pair) != 2 or not whole or not all(n >= -1 for n in pair):
         raise ValueError(f"window must be (left, right), integers ≥ −1 (−1 is no limit), got {window!r}")
@@ -96,18 +97,9 @@ def check_together(**tensors: object) -> None:
 
 
 def _per_head(kernel: Kernel) -> Kernel:
-    """One-dimensional tensor parameters (H,) as (H, 1), ready to broadcast to (B, H, T)."""
-
-    def column(part: Any) -> Any:
-        values = {f.name: getattr(part, f.name) for f in fields(part)}
-        rows = {n: v[:, None] for n, v in values.items() if isinstance(v, Tensor) and v.ndim == 1}
-        return replace(part, **rows) if rows else part
-
-    profile, rule = kernel.profile, kernel.rule
-    learnt = (isinstance(profile, Power) and isinstance(profile.r, Tensor)) or (
-        isinstance(rule, WithinMargin) and isinstance(rule.margin, Tensor)
-    )
-    return Kernel(column(profile), column(rule)) if learnt else kernel
+    """A one-dimensional tensor parameter (H,) as (H, 1), ready to broadcast to (B, H, T)."""
+    learned = kernel.learned
+    return kernel if learned is None or learned[1].ndim != 1 else kernel.at(learned[1][:, None])
 
 
 def _four(x: Tensor, lead: tuple[int, ...], tail: int, name: str) -> Tensor:
@@ -193,6 +185,7 @@ def make(
     rows, columns = q.shape[2], k.shape[2]
     lead = (*batch, heads) if max(x.ndim for x in named.values()) > 2 else ()
 
+    dropout_p, scale = plain(dropout_p), plain(scale)
     kernels.check("dropout_p", dropout_p, 0, 1, "in [0, 1]", tensors=False)
     if scale is None:
         scale = 1 / math.sqrt(q.shape[3]) if q.shape[3] else 1.0
@@ -252,6 +245,8 @@ def _masks(
         return None, None, True, lower_right
     if hasattr(attn_mask, "mask_mod") and hasattr(attn_mask, "to_dense"):
         return _block_mask(attn_mask, rows, columns), None, is_causal, False
+    if isinstance(attn_mask, Tensor) and (attn_mask.is_nested or attn_mask.layout != torch.strided):
+        raise TypeError("attn_mask must be a dense tensor: call to_dense() on it")
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask must be a tensor or a causal bias, got {type(attn_mask).__name__}")
     if attn_mask.dtype == torch.bool:

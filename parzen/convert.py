@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from parzen import kernels
 from parzen.attention import AttentionWeights, attention, attention_weights
-from parzen.kernels import Kernel, Power, UnitMass, WithinMargin, spell
+from parzen.kernels import Exp, Kernel, Power, UnitMass, WithinMargin, spell
 
 # Under which name a layer keeps its Attention.
 CHILD = "parzen"
@@ -302,12 +302,12 @@ class anneal:
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps must be an integer of 1 or more, got {steps!r}")
         self.model, self.end, self.steps, self.done = model, kernels.kernel(kernel), steps, 0
-        if not isinstance(self.end.profile, Power) or not isinstance(self.end.rule, UnitMass | WithinMargin):
+        if isinstance(self.end.profile, Exp) or not isinstance(self.end.rule, UnitMass | WithinMargin):
             raise ValueError(
                 f"no path leads from softmax to {spell(self.end)}: expected a power under unit mass or "
                 "within a margin, such as 'biweight' or 'relumax'; convert to it at once"
             )
-        if not self.end.profile.r:
+        if isinstance(self.end.profile, Power) and not self.end.profile.r:
             raise ValueError("a power of 0 has no path from softmax: convert to it at once")
         convert(model, self.at(0.0))
 
@@ -315,8 +315,10 @@ class anneal:
         """The kernel at ``u`` in [0, 1]."""
         if u <= 0:
             return kernels.kernel("gaussian")
-        assert isinstance(self.end.profile, Power)
-        profile = replace(self.end.profile, r=self.end.profile.r / u)
+        if u >= 1:
+            return self.end
+        assert not isinstance(self.end.profile, Exp)
+        profile = Power(self.end.profile.r / u)
         if isinstance(self.end.rule, WithinMargin):
             return replace(self.end, profile=profile, rule=WithinMargin(self.end.rule.margin / u))
         return replace(self.end, profile=profile)

@@ -13,24 +13,36 @@ Source: *Sparse Attention as Compact Kernel Regression* (arXiv 2601.22766), eq. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 Number: TypeAlias = "float | Tensor"
 
 
-class _Part:
+def plain(value: Any) -> Any:
+    """A scalar of numpy as the Python number that it is; anything else as it came."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+class _ByValue:
     """Equality and hash by value; a tensor parameter is compared by identity."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, f.name, plain(value))
 
     def _key(self) -> tuple[object, ...]:
         values = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
         return (type(self), *(id(v) if isinstance(v, Tensor) else v for v in values))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Part) and self._key() == other._key()
+        return isinstance(other, _ByValue) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -67,18 +79,19 @@ def check(name: str, value: object, low: float, high: float, domain: str, tensor
 # The range of float32, which margins and scales must fit; and a length or count that is no limit, but still
 # fits 64 bits when positions are added.
 LEAST, LARGEST, UNLIMITED = 2.0**-126, 2.0**128 - 2.0**104, 2**40
+ALPHAS = "in [1, 2] (1 is softmax, 2 sparsemax)"
 
 
 # ---- profiles ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Exp(_Part):
+class Exp(_ByValue):
     """φ(t) = exp t, the Gaussian: ``exp(−½‖q−k‖²/h²)`` on unit keys."""
 
 
 @dataclass(frozen=True, eq=False)
-class Power(_Part):
+class Power(_ByValue):
     """φ(t) = [t]₊ʳ: r = 0, 1, 2, 3 are uniform, Epanechnikov, biweight, triweight.
 
     ``r``: a number ≥ 0, or (under unit mass only) a tensor with one exponent per head.
@@ -87,24 +100,42 @@ class Power(_Part):
     r: Number
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check("r", self.r, 0, 2.0**60, "a number ≥ 0 and ≤ 2⁶⁰")
+
+
+@dataclass(frozen=True, eq=False)
+class AlphaPower(_ByValue):
+    """φ(t) = [t]₊ʳ, r = 1/(α−1), for a tensor α in [1, 2] that is read at each use: it may be learned."""
+
+    alpha: Tensor
+
+    def __post_init__(self) -> None:
+        check("alpha", self.alpha, 1, 2, ALPHAS)
+
+    @property
+    def r(self) -> Tensor:
+        """The exponent at the present α."""
+        r = exponent(self.alpha)
+        assert isinstance(r, Tensor)
+        return r
 
 
 # ---- support rules -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class Everywhere(_Part):
+class Everywhere(_ByValue):
     """Every allowed key is in the neighbourhood."""
 
 
 @dataclass(frozen=True, eq=False)
-class UnitMass(_Part):
+class UnitMass(_ByValue):
     """τ solves Σ_j φ(s_j/r − τ) = 1: the entmax family, α = 1 + 1/r."""
 
 
 @dataclass(frozen=True, eq=False)
-class WithinRadius(_Part):
+class WithinRadius(_ByValue):
     """Keys within a fixed distance of the query: cos ≥ 1 − δ²/2.
 
     ``radius``: δ > 0 (unit vectors are at most 2 apart), or None for the bandwidth h itself. The
@@ -114,6 +145,7 @@ class WithinRadius(_Part):
     radius: float | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.radius is not None:
             if isinstance(self.radius, Tensor):
                 raise TypeError("radius must be a number; for one per head use the tensor scale = 1/h²")
@@ -121,7 +153,7 @@ class WithinRadius(_Part):
 
 
 @dataclass(frozen=True, eq=False)
-class WithinMargin(_Part):
+class WithinMargin(_ByValue):
     """Keys whose score is within ``margin`` of the best one: s_j ≥ max s − b.
 
     ``margin``: b > 0, a number or a tensor with one margin per head.
@@ -130,35 +162,37 @@ class WithinMargin(_Part):
     margin: Number = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check("margin", self.margin, LEAST, LARGEST, "a number > 0, finite in float32")
 
 
 @dataclass(frozen=True, eq=False)
-class Nearest(_Part):
+class Nearest(_ByValue):
     """The ``k`` ≥ 1 best-scoring keys, all of them if they are fewer; ties at the k-th score are all kept."""
 
     k: int = 16
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not isinstance(self.k, int) or isinstance(self.k, bool):
             raise TypeError(f"k must be an integer ≥ 1, got {self.k!r}")
         if self.k < 1:
             raise ValueError(f"k must be an integer ≥ 1, got {self.k}")
 
 
-Profile: TypeAlias = "Exp | Power"
+Profile: TypeAlias = "Exp | Power | AlphaPower"
 Rule: TypeAlias = "Everywhere | UnitMass | WithinRadius | WithinMargin | Nearest"
 
 
 @dataclass(frozen=True, eq=False)
-class Kernel(_Part):
+class Kernel(_ByValue):
     """A profile and a support rule, checked against the valid cells.
 
     ==============  =====================================
     rule            profiles
     ==============  =====================================
     Everywhere      Exp
-    UnitMass        Power(r), r ≥ 1
+    UnitMass        Power(r), r ≥ 1; AlphaPower(α)
     WithinRadius    Exp, Power(r)
     WithinMargin    Exp, Power(r)
     Nearest         Exp, Power(0)
@@ -173,20 +207,22 @@ class Kernel(_Part):
 
     def __post_init__(self) -> None:
         profile, rule = self.profile, self.rule
-        if not isinstance(profile, Exp | Power):
+        if not isinstance(profile, Exp | Power | AlphaPower):
             raise TypeError(f"profile must be Exp() or Power(r), got {profile!r}")
         if not isinstance(rule, Everywhere | UnitMass | WithinRadius | WithinMargin | Nearest):
             raise TypeError(f"rule must be a support rule of parzen.kernels, got {rule!r}")
         r = profile.r if isinstance(profile, Power) else None
-        if isinstance(r, Tensor) and not isinstance(rule, UnitMass):
+        learned = isinstance(profile, AlphaPower) or isinstance(r, Tensor)
+        if learned and not isinstance(rule, UnitMass):
             raise ValueError("a tensor r needs the UnitMass rule; elsewhere give a number")
         if isinstance(rule, Everywhere) and r is not None:
             raise ValueError("Everywhere goes with Exp only: a power has no finite value far away")
         if isinstance(rule, UnitMass):
-            if r is None:
+            if isinstance(profile, Exp):
                 raise ValueError("UnitMass goes with Power(r), r ≥ 1; Exp needs no unit mass")
             # Below 1 the gradient is unbounded and the threshold equation loses convexity.
-            check("r", r, 1, 2.0**60, "≥ 1 under UnitMass (α = 1 + 1/r ≤ 2)")
+            if r is not None:
+                check("r", r, 1, 2.0**60, "≥ 1 under UnitMass (α = 1 + 1/r ≤ 2)")
         if isinstance(rule, Nearest) and r not in (None, 0):
             raise ValueError(f"Nearest goes with Exp or Power(0), got Power({r!r})")
 
@@ -198,12 +234,30 @@ class Kernel(_Part):
     @property
     def gain(self) -> Number:
         """c in ``t = c·s − τ``."""
-        if isinstance(self.profile, Power):
+        if not isinstance(self.profile, Exp):
             if isinstance(self.rule, UnitMass):
                 return 1 / self.profile.r
             if isinstance(self.rule, WithinRadius):
                 return 2.0
         return 1.0
+
+    @property
+    def learned(self) -> tuple[str, Tensor] | None:
+        """The name and value of the parameter that is a tensor (alpha, r or margin), if one is."""
+        for part in (self.profile, self.rule):
+            for f in fields(part):
+                value = getattr(part, f.name)
+                if isinstance(value, Tensor):
+                    return f.name, value
+        return None
+
+    def at(self, value: Tensor) -> Kernel:
+        """The same kernel with another tensor in the place of ``learned``."""
+        assert self.learned is not None
+        change: dict[str, Any] = {self.learned[0]: value}
+        if isinstance(self.profile, Exp) or "margin" in change:
+            return replace(self, rule=replace(self.rule, **change))
+        return replace(self, profile=replace(self.profile, **change))
 
     def __str__(self) -> str:
         return spell(self)
@@ -260,9 +314,9 @@ def exponent(alpha: Number) -> Number:
 
 
 def _entmax(alpha: Number) -> Kernel:
-    check("alpha", alpha, 1, 2, "in [1, 2] (1 is softmax, 2 sparsemax)")
     if isinstance(alpha, Tensor):
-        return Kernel(Power(exponent(alpha)), UnitMass())
+        return Kernel(AlphaPower(alpha), UnitMass())
+    check("alpha", alpha, 1, 2, ALPHAS)
     # Beyond float64 resolution α-entmax is softmax; the exponent would overflow.
     if alpha - 1 < 2**-52:
         return Kernel(Exp(), Everywhere())
@@ -319,7 +373,8 @@ def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
         name: a name, an alias, ``name?parameter=value&…``, or a ``Kernel`` (returned as it is).
         **parameters: ``alpha`` in [1, 2] (entmax), ``margin`` > 0 (relumax), ``radius`` > 0 or "h"
             (normrelu, uniform, gaussian_truncated), ``k`` ≥ 1 (knn_*). alpha and margin may be tensors: a
-            one-dimensional tensor holds one value per head.
+            one-dimensional tensor holds one value per head. The kernel keeps the tensor itself and reads it
+            at each use, so that it may be a parameter under training.
 
     Raises:
         ValueError: unknown name (the known ones are listed), or a parameter outside its domain.
@@ -335,7 +390,7 @@ def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
     for key in parameters:
         if key in spelled:
             raise ValueError(f"{key} is given twice: in {name!r} and as an argument")
-    given = spelled | parameters
+    given = spelled | {name: plain(value) for name, value in parameters.items()}
     if base in ("power", "exp"):
         return _free(base, given)
     row = KERNELS.get(base) or next((r for r in KERNELS.values() if base in r.aliases), None)
@@ -369,7 +424,7 @@ def spell(k: Kernel) -> str:
         if row.kernel == k:
             return name
     profile, rule = k.profile, k.rule
-    if isinstance(rule, UnitMass) and isinstance(profile, Power):
+    if isinstance(rule, UnitMass) and not isinstance(profile, Exp):
         r = profile.r
         if not isinstance(r, Tensor) and kernel("entmax", alpha=1 + 1 / r) == k:
             return f"entmax?alpha={_digits(1 + 1 / r)}"
@@ -429,8 +484,8 @@ def _wide(x: Number) -> Number:
 def lower(k: Kernel, scale: Number) -> Form:
     """The numbers of kernel ``k`` at ``scale`` = 1/h² (a float or a tensor)."""
     profile, rule = k.profile, k.rule
-    code = POWER if isinstance(profile, Power) else EXP
-    r = _wide(profile.r) if isinstance(profile, Power) else 1.0
+    code = EXP if isinstance(profile, Exp) else POWER
+    r = 1.0 if isinstance(profile, Exp) else _wide(profile.r)
     if isinstance(rule, UnitMass):
         return Form(code, UNIT_MASS, r)
     if isinstance(rule, WithinRadius):

@@ -22,7 +22,7 @@ from torch import Tensor
 from parzen.backends import choose, recall, reference
 from parzen.backends.recall import CHUNK, Codes
 from parzen.call import Call, check_flags, check_scale, check_tensor, check_window, make, restore
-from parzen.kernels import Kernel, Number, Power, UnitMass, WithinMargin
+from parzen.kernels import Exp, Kernel, Number, Power, UnitMass, WithinMargin, plain
 from parzen.kernels import kernel as _spelled
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -91,6 +91,7 @@ class KeyValueMemory:
         scale: Number | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        heads, head_dim, value_dim, scale = map(plain, (heads, head_dim, value_dim, scale))
         value_dim = head_dim if value_dim is None else value_dim
         for name, n in (("heads", heads), ("head_dim", head_dim), ("value_dim", value_dim)):
             if not isinstance(n, int) or isinstance(n, bool) or n < 1:
@@ -177,6 +178,7 @@ class KeyValueMemory:
         Raises:
             ValueError: not an integer in 0 … ``len(self)``.
         """
+        length = plain(length)
         if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= self._length:
             raise ValueError(f"length must be an integer in 0 … {self._length}, got {length!r}")
         whole, rest = divmod(length, CHUNK)
@@ -189,6 +191,10 @@ class KeyValueMemory:
         self._length = length
         self._tabulate()
 
+    # What is stored outlives the mode it was stored in: a tensor made under inference_mode could not be
+    # written again outside of it.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def reorder(self, index: Tensor) -> None:
         """Sequence i goes on from what sequence ``index[i]`` has stored (beam search, batch selection).
 
@@ -220,6 +226,8 @@ class KeyValueMemory:
             self._chunks[i] = _Chunk(c.keys.index_select(0, index), c.values.index_select(0, index), codes)
         self._tabulate()
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def copy(self) -> KeyValueMemory:
         """A memory that goes on by itself. Full chunks are shared, so this costs next to nothing."""
         other = KeyValueMemory(
@@ -439,6 +447,8 @@ class KeyValueMemory:
         if x.device != device:
             raise ValueError(f"{name} is on {x.device} and the stored pairs on {device}: move one of them")
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _write(self, start: int, k: Tensor, v: Tensor) -> None:
         """Put pairs at ``start`` of the last chunk, or of a new one."""
         stop = start + k.shape[2]
@@ -494,10 +504,12 @@ def _no_gradient(name: str, x: Tensor) -> None:
 
 # A kernel with tensor parameters is spelled with numbers, and the tensors are kept beside it.
 def _plain(k: Kernel) -> tuple[Kernel, dict[str, Tensor]]:
-    if isinstance(k.profile, Power) and isinstance(k.profile.r, Tensor):
-        return Kernel(Power(2), UnitMass()), {"r": k.profile.r.detach()}
     if isinstance(k.rule, WithinMargin) and isinstance(k.rule.margin, Tensor):
         return Kernel(k.profile, WithinMargin()), {"margin": k.rule.margin.detach()}
+    if k.learned is not None and not isinstance(k.profile, Exp):
+        r = k.profile.r
+        assert isinstance(r, Tensor)
+        return Kernel(Power(2), UnitMass()), {"r": r.detach()}
     return k, {}
 
 

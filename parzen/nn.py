@@ -28,7 +28,7 @@ from parzen.call import check_flags, check_scale, check_tensor, check_together, 
 from parzen.convert import anneal as anneal
 from parzen.convert import convert as convert
 from parzen.convert import match as match
-from parzen.kernels import Kernel, Number, Power, UnitMass, WithinMargin, spell
+from parzen.kernels import AlphaPower, Kernel, Number, Power, UnitMass, WithinMargin, spell
 
 Device = torch.device | str | None
 
@@ -66,8 +66,6 @@ class Bandwidth(nn.Module):
     learned: ClassVar[bool] = False
     needs_length: ClassVar[bool] = False
 
-    growing: Tensor
-
     def __init__(
         self,
         width: int,
@@ -78,10 +76,10 @@ class Bandwidth(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        scale = kernels.plain(scale)
         check_scale(scale, tensors=False)
         self.heads, self.head_size, self.start = len(growing), head_size, float(scale)
         self._growing = growing
-        self.register_buffer("growing", torch.tensor(growing, device=device)[:, None], persistent=False)
         if self.learned:
             self.log_scale = nn.Parameter(torch.empty(self.heads, device=device, dtype=dtype))
         self._build(width, {"device": device, "dtype": dtype})
@@ -93,7 +91,6 @@ class Bandwidth(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Back to the initial scale and growth."""
-        self.growing.copy_(torch.tensor(self._growing)[:, None])
         if self.learned:
             self.log_scale.fill_(math.log(self.start))
 
@@ -116,7 +113,12 @@ class Bandwidth(nn.Module):
             return self.base()
         # A query that sees nothing has output 0 whatever its scale, which must still be a number.
         n = n.clamp_min(1).to(torch.promote_types(x.dtype, torch.float32))
-        return self.base() * torch.where(self.growing, self.growth(x, n), 1)
+        growth = self.growth(x, n)
+        if not all(self._growing):
+            # No buffer: tools for per-sample gradients refuse a trainable module that has one.
+            growing = torch.tensor(self._growing, device=growth.device)[:, None]
+            growth = torch.where(growing, growth, 1)
+        return self.base() * growth
 
     def extra_repr(self) -> str:
         """Where scale_h starts, and how many heads grow."""
@@ -236,11 +238,13 @@ class LearnedKernel(nn.Module):
         self, start: str | Kernel, heads: int, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        heads = kernels.plain(heads)
         _positive("heads", heads)
         self.start = kernels.kernel(start)
         profile, rule = self.start.profile, self.start.rule
         self.raw = nn.Parameter(torch.empty(heads, device=device, dtype=dtype))
-        if isinstance(profile, Power) and isinstance(rule, UnitMass):
+        value: Number
+        if isinstance(profile, Power | AlphaPower) and isinstance(rule, UnitMass):
             self.name, value = "alpha", 1 + 1 / profile.r
         elif isinstance(rule, WithinMargin):
             self.name, value = "margin", rule.margin
@@ -388,6 +392,7 @@ class KernelAttention(nn.Module):
     """
 
     slopes: Tensor | None
+    kernel_parameter: Tensor | None
 
     def __init__(
         self,
@@ -411,6 +416,8 @@ class KernelAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        width, heads, key_heads, head_size = map(kernels.plain, (width, heads, key_heads, head_size))
+        scale, dropout = kernels.plain(scale), kernels.plain(dropout)
         key_heads = heads if key_heads is None else key_heads
         for name, size in (("width", width), ("heads", heads), ("key_heads", key_heads)):
             _positive(name, size)
@@ -445,6 +452,12 @@ class KernelAttention(nn.Module):
 
         self._kernel = kernels.kernel(kernel)
         self.learned_kernel = LearnedKernel(self._kernel, heads, **factory) if learn_kernel else None
+        # A parameter that came with the kernel belongs to the layer: trained, moved and saved with it.
+        held = self._kernel.learned
+        if held is not None and isinstance(held[1], nn.Parameter):
+            self.kernel_parameter = held[1]
+        else:
+            self.register_buffer("kernel_parameter", None if held is None else held[1])
 
         scheme = POSITIONS[positions]
         self._slopes = scheme.slopes(heads) if scheme.slopes else None
@@ -467,7 +480,10 @@ class KernelAttention(nn.Module):
     @property
     def kernel(self) -> Kernel:
         """The kernel in use; with ``learn_kernel``, at the present α or margin of each head."""
-        return self._kernel if self.learned_kernel is None else self.learned_kernel()
+        if self.learned_kernel is not None:
+            return self.learned_kernel()
+        # Not the tensor that came: moving or loading the layer may have put another in its place.
+        return self._kernel if self.kernel_parameter is None else self._kernel.at(self.kernel_parameter)
 
     def forward(
         self,
@@ -511,6 +527,11 @@ class KernelAttention(nn.Module):
         query, key, options = self._read(x, context, attn_mask, key_padding_mask)
         return attention_weights(query, key, sparse=sparse, **options)
 
+    def _dtype(self) -> torch.dtype | None:
+        """Of the inputs, where the maps are plain; adapters and quantised maps take what they take."""
+        plain = isinstance(self.query, nn.Linear) and self.query.weight.is_floating_point()
+        return self.query.weight.dtype if plain else None
+
     def _split(self, x: Tensor, heads: int) -> Tensor:
         """(B, T, H·E) → (B, H, T, E)."""
         return x.unflatten(-1, (heads, self.head_size)).transpose(1, 2)
@@ -527,9 +548,9 @@ class KernelAttention(nn.Module):
                     f"{name} must be (batch, length, {self.width}), the same batch for x and context; "
                     f"got {tuple(given.shape)}"
                 )
-            device, dtype = given.device.type, self.query.weight.dtype
+            device, dtype = given.device.type, self._dtype()
             casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-            if given.dtype != dtype and not casts:
+            if dtype is not None and given.dtype != dtype and not casts:
                 raise TypeError(f"{name} must be {dtype} like the weights, got {given.dtype}; convert one")
         check_together(x=x, context=context, attn_mask=attn_mask, key_padding_mask=padding)
         query = self._split(self.query(x), self.heads)

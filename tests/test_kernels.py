@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from kernel_list import NAMES
@@ -164,3 +165,65 @@ def test_thresholds_and_bandwidths(name, scale, tau, bandwidth):
     assert row.bandwidth.item() == pytest.approx(bandwidth, abs=5.1e-7)
     if tau is not None:
         assert row.tau.item() == pytest.approx(tau, abs=5.1e-7)
+
+
+def call(k, **options):
+    q = torch.linspace(-1, 1, 2 * 5 * 4, dtype=torch.float64).sin().reshape(1, 2, 5, 4)
+    return parzen.attention(3 * q, q, q.cos(), kernel=k, **options)
+
+
+@pytest.mark.parametrize(("name", "parameter", "new"), [("entmax", "alpha", 1.8), ("relumax", "margin", 0.3)])
+def test_a_tensor_parameter_is_read_at_each_use(name, parameter, new):
+    value = torch.nn.Parameter(torch.tensor([1.3, 1.3], dtype=torch.float64))
+    k = kernel(name, **{parameter: value})
+    assert k.learned == (parameter, value)
+    before = str(k), hash(k)
+    for _ in range(2):
+        call(k).square().sum().backward()
+    old = call(k).detach()
+    torch.testing.assert_close(old, call(kernel(name, **{parameter: 1.3})))
+    with torch.no_grad():
+        value.fill_(new)
+    torch.testing.assert_close(call(k), call(kernel(name, **{parameter: new})))
+    assert (str(k), hash(k)) == before
+    assert (call(k) - old).abs().max() > 1e-3
+
+
+def test_the_gradient_of_alpha_is_that_of_the_weights():
+    alpha = torch.tensor([1.3, 1.7], dtype=torch.float64, requires_grad=True)
+    (got,) = torch.autograd.grad(call(kernel("entmax", alpha=alpha)).sin().sum(), alpha)
+    for h, a in enumerate((1.3, 1.7)):
+        up, down = (call(kernel("entmax", alpha=a + d))[:, h].sin().sum() for d in (1e-5, -1e-5))
+        assert got[h].item() == pytest.approx(((up - down) / 2e-5).item(), rel=1e-6)
+
+
+def test_scalars_of_numpy_are_numbers():
+    for name, value in [
+        ("entmax?alpha", np.float64(1.3)), ("entmax?alpha", np.float32(1.25)),
+        ("relumax?margin", np.float32(2)),
+        ("normrelu?radius", np.float16(0.5)), ("knn_gaussian?k", np.int64(3)), ("power?r", np.int32(2)),
+    ]:  # fmt: skip
+        base, _, parameter = name.partition("?")
+        got, expected = kernel(base, **{parameter: value}), kernel(base, **{parameter: value.item()})
+        assert got == expected
+        assert str(got) == str(expected)
+        torch.testing.assert_close(call(got), call(expected), rtol=0, atol=0)
+    assert Nearest(np.int64(3)) == Nearest(3)
+    assert type(Nearest(np.int64(3)).k) is int
+    options = {"scale": np.float32(0.5), "window": (np.int64(2), np.int32(0)), "is_causal": np.bool_(True)}
+    plain = {"scale": 0.5, "window": (2, 0), "is_causal": True}
+    for name in NAMES:
+        torch.testing.assert_close(call(name, **options), call(name, **plain), rtol=0, atol=0)
+    s = torch.linspace(-1, 1, 6).reshape(2, 3)
+    got = parzen.weights(s, "biweight", dim=np.int64(0), scale=np.float32(2))
+    torch.testing.assert_close(got, parzen.weights(s, "biweight", dim=0, scale=2.0), rtol=0, atol=0)
+    for wrong in (np.bool_(True), np.float64(1.5)):
+        with pytest.raises(TypeError, match="integer"):
+            Nearest(wrong)
+    with pytest.raises(TypeError, match="True or False"):
+        call("gaussian", is_causal=np.int64(1))
+
+
+def test_a_sparse_mask_is_refused_in_a_sentence():
+    with pytest.raises(TypeError, match="attn_mask must be a dense tensor"):
+        call("biweight", attn_mask=torch.ones(5, 5).to_sparse())

@@ -9,6 +9,7 @@ import pickle
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -652,3 +653,23 @@ def test_the_benchmark_reads_what_each_layer_of_a_run_stores(monkeypatch: pytest
             ):
                 assert_close(got, expected.expand_as(got), rtol=0, atol=1e-4)
             x = block(x)
+
+
+@pytest.mark.parametrize("length", [10, 1030])
+def test_a_memory_goes_on_in_another_mode(length):
+    x = torch.randn(1, 2, length, 8)
+    memory = parzen.KeyValueMemory("biweight", np.int64(2), np.int64(8), scale=np.float32(0.5))
+    with torch.inference_mode():
+        memory.append(x.clone(), x.clone())
+        reordered = memory.copy()
+        reordered.reorder(torch.tensor([0]))
+        cut = memory.copy()
+        cut.truncate(np.int64(length - 3))
+    for one in (memory, reordered, cut):
+        n = len(one)
+        one.append(x, x)
+        kept = torch.cat((x[:, :, :n], x), 2)
+        expected = parzen.attention(x[:, :, :3], kept, kept, kernel="biweight", scale=0.5)
+        torch.testing.assert_close(one.attend(x[:, :, :3]), expected)
+        with torch.inference_mode():
+            one.append(x, x)

@@ -1,12 +1,15 @@
 """The layer against its formulas, written out by hand in float64."""
 
+import copy
 import itertools
 import math
+import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.testing import assert_close
 
@@ -521,3 +524,89 @@ def test_an_input_of_another_dtype_than_the_weights():
         layer(x, x.half())
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(x.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("name", "parameter"), [("entmax", "alpha"), ("relumax", "margin")])
+def test_the_parameter_of_a_kernel_belongs_to_the_layer(name, parameter):
+    value = nn.Parameter(torch.tensor([1.3, 1.6]))
+    layer = KernelAttention(8, 2, kernel=parzen.kernel(name, **{parameter: value}), causal=True)
+    assert layer.kernel.learned[1] is value
+    assert any(p is value for p in layer.parameters())
+    assert "kernel_parameter" in layer.state_dict()
+    x = torch.randn(1, 6, 8)
+    old = layer(x).detach()
+    step = torch.optim.SGD(layer.parameters(), lr=0.5)
+    for _ in range(2):
+        step.zero_grad()
+        layer(x).square().sum().backward()
+        step.step()
+    assert (value.detach() != torch.tensor([1.3, 1.6])).all()
+    other = KernelAttention(8, 2, kernel=parzen.kernel(name, **{parameter: torch.ones(2)}), causal=True)
+    assert (layer(x) - old).abs().max() > 0
+    for assign in (False, True):
+        other.load_state_dict(layer.state_dict(), assign=assign)
+        torch.testing.assert_close(other(x), layer(x), rtol=0, atol=0)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.kernel_parameter.fill_(1.9)
+    assert (twin(x) - layer(x)).abs().max() > 1e-4
+    twin.double()
+    torch.testing.assert_close(twin.kernel.learned[1], torch.full((2,), 1.9, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bandwidth", ["fixed", "learned", "ssmax"])
+def test_layers_whose_linear_maps_are_replaced(bandwidth):
+    class Adapter(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+
+        def forward(self, x):
+            return self.base(x)
+
+    layer = KernelAttention(8, 2, kernel="biweight", causal=True, bandwidth=bandwidth)
+    x = torch.randn(2, 5, 8)
+    expected = layer(x)
+    for name in ("query", "key", "value", "output"):
+        setattr(layer, name, Adapter(getattr(layer, name)))
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+
+
+def test_dynamic_quantisation():
+    layer = KernelAttention(16, 2, kernel="biweight", causal=True).eval()
+    x = torch.randn(2, 5, 16)
+    with warnings.catch_warnings():
+        # torch says that it will move to another package.
+        warnings.simplefilter("ignore")
+        quantized = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear}, dtype=torch.qint8)
+    assert type(quantized.query) is not nn.Linear
+    torch.testing.assert_close(quantized(x), layer(x), rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("bandwidth", list(BANDWIDTHS))
+def test_a_trainable_module_has_no_buffers(bandwidth):
+    """The rule of Opacus."""
+    layer = KernelAttention(8, 2, bandwidth=bandwidth, positions="nape", learn_kernel=True, kernel="biweight")
+    for module in layer.modules():
+        if any(p.requires_grad for p in module.parameters(recurse=False)):
+            assert not list(module.buffers())
+
+
+def test_sizes_and_flags_of_numpy():
+    torch.manual_seed(1)
+    options = {
+        "dropout": np.float32(0),
+        "bias": np.bool_(True),
+        "causal": np.bool_(True),
+        "scale": np.float32(0.5),
+    }
+    window = (np.int64(2), np.int64(0))
+    layer = KernelAttention(np.int64(8), np.int32(2), head_size=np.int64(3), window=window, **options)
+    assert type(layer.heads) is int
+    torch.manual_seed(1)
+    plain = KernelAttention(8, 2, head_size=3, window=(2, 0), bias=True, causal=True, scale=0.5)
+    x = torch.randn(1, 5, 8)
+    torch.testing.assert_close(layer(x), plain(x), rtol=0, atol=0)
+    assert repr(layer) == repr(plain)
+    with pytest.raises(ValueError, match="width must be an integer"):
+        KernelAttention(np.bool_(True), 1)
