@@ -1,5 +1,8 @@
 """Sparse attention as compact kernel regression."""
 
+import importlib
+from types import ModuleType
+
 from parzen.attention import (
     AttentionWeights,
     Explanation,
@@ -29,3 +32,16 @@ __all__ = [
     "kernel",
     "weights",
 ]
+
+# Imported when they are first asked for.
+_MODULES = ("convert", "integrations", "models", "nn", "testing")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _MODULES:
+        return importlib.import_module(f"parzen.{name}")
+    raise AttributeError(f"module 'parzen' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from parzen import kernels
 from parzen.kernels import LARGEST, LEAST, UNLIMITED, Form, Kernel, Number, lower, plain
@@ -237,9 +236,9 @@ def _masks(
     """(bool mask, additive bias, causal?, lower-right aligned?)."""
     if attn_mask is None:
         return None, None, is_causal, False
-    if isinstance(attn_mask, CausalBias):
+    if is_causal_bias(attn_mask):
         _same_lengths("causal bias", (attn_mask.seq_len_q, attn_mask.seq_len_kv), rows, columns)
-        lower_right = attn_mask.variant == CausalVariant.LOWER_RIGHT
+        lower_right = attn_mask.variant.name == "LOWER_RIGHT"
         if is_causal and lower_right and rows != columns:
             raise ValueError("is_causal is upper-left aligned and attn_mask lower-right: give one of them")
         return None, None, True, lower_right
@@ -254,6 +253,11 @@ def _masks(
     if not attn_mask.is_floating_point():
         raise TypeError(f"attn_mask must be bool or floating-point, got {attn_mask.dtype}")
     return None, forbid(attn_mask), is_causal, False
+
+
+def is_causal_bias(mask: Any) -> bool:
+    """Whether it is a ``torch.nn.attention.bias.CausalBias``, whose module imports the compiler."""
+    return hasattr(mask, "variant") and hasattr(mask, "seq_len_kv")
 
 
 def _same_lengths(kind: str, made: tuple[int, int], rows: int, columns: int) -> None:

@@ -19,12 +19,19 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias
 
 from parzen import kernels
 from parzen.attention import AttentionWeights, attention, attention_weights
 from parzen.backends import BACKENDS
-from parzen.call import check_flags, check_scale, check_tensor, check_together, check_window, fits
+from parzen.call import (
+    check_flags,
+    check_scale,
+    check_tensor,
+    check_together,
+    check_window,
+    fits,
+    is_causal_bias,
+)
 from parzen.convert import anneal as anneal
 from parzen.convert import convert as convert
 from parzen.convert import match as match
@@ -624,7 +631,7 @@ def _limits(window: tuple[int, int] | None, causal: bool) -> tuple[int, int] | N
 def _merge(mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int, int, int]) -> Tensor | None:
     """One mask of four dimensions, broadcastable to ``shape``, that says what both say."""
     if mask is not None:
-        if not isinstance(mask, Tensor) or isinstance(mask, CausalBias):
+        if not isinstance(mask, Tensor) or is_causal_bias(mask):
             raise TypeError(f"attn_mask must be a tensor, got {type(mask).__name__}; see causal, window")
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(f"attn_mask must be bool (True = attend) or floating-point, got {mask.dtype}")

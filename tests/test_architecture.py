@@ -81,6 +81,19 @@ def test_the_library_needs_torch_and_numpy_only():
     assert out.stdout.strip() == "[]"
 
 
+def test_the_import_brings_no_compiler():
+    """Modules are imported when they are asked for, and dynamo, sympy and Triton by who compiles."""
+    code = (
+        "import sys, torch; before = set(sys.modules); import parzen; "
+        "after = {'.'.join(n.split('.')[:2]) for n in set(sys.modules) - before}; "
+        "print(sorted(n for n in after if n.split('.')[0] not in ('parzen', 'ctypes', '_ctypes'))); "
+        "assert 'nn' in dir(parzen) and callable(parzen.nn.convert) and callable(parzen.testing.check_kernel)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    extra = out.stdout.strip()
+    assert not re.search(r"_dynamo|_inductor|sympy|triton|distributed|onnx|'torch\.nn'", extra), extra
+
+
 def test_nothing_needs_the_integrations():
     """The command line imports them when it is told to."""
     for name, path in modules():

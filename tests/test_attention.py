@@ -1,7 +1,9 @@
 """What is checked at the door, and the values and devices that are let in."""
 
 import math
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,3 +247,61 @@ def test_tangents_of_other_things_do_not_matter():
             (torch.tensor([1.3, 1.5]),),
             (torch.ones(2),),
         )
+
+
+def gaussian_calls(n):
+    """Calls with T = S = n, and their options: what torch's fused kernel takes, and what it does not."""
+
+    def x(e=12, heads=1, **options):
+        return torch.randn(1, heads, n, e, **options)
+
+    strided = x().transpose(2, 3).contiguous().transpose(2, 3)
+    row = torch.randn(1, 1, 1, n)
+    yield "plain", (x(), x(), x()), {}
+    yield "causal", (x(), x(), x()), {"is_causal": True}
+    yield "wider values", (x(), x(), x(16)), {}
+    yield "narrower values", (x(), x(), x(1)), {}
+    yield "strided query", (strided, x(), x()), {}
+    yield "strided key", (x(), strided, x()), {}
+    yield "strided value", (x(), x(), strided), {}
+    yield "expanded value", (x(), x(), x(1).expand(1, 1, n, 12)), {}
+    yield "half", (x().bfloat16(), x().bfloat16(), x().bfloat16()), {}
+    yield "grouped", (x(heads=2), x(), x()), {"enable_gqa": True}
+    yield "mask", (x(), x(), x()), {"attn_mask": row > 0}
+    yield "bias", (x(), x(), x()), {"attn_mask": row}
+    yield "learnt bias", (x(), x(), x()), {"attn_mask": row.clone().requires_grad_()}
+    yield "dropout", (x(), x(), x()), {"dropout_p": 0.1}
+
+
+@built
+@pytest.mark.parametrize("gradient", [False, True])
+def test_sdpa_serves_the_gaussian_where_its_kernel_is_fused(gradient):
+    flash, seen = 1, set()
+    for name, qkv, options in gaussian_calls(6):
+        q, k, v = (x.requires_grad_(gradient) if x.is_leaf else x for x in qkv)
+        given = [options.get("attn_mask"), options.get("dropout_p", 0.0), options.get("is_causal", False)]
+        fused = torch._fused_sdp_choice(q, k, v, *given, enable_gqa="enable_gqa" in options) == flash
+        assert parzen.explain(q, k, v, **options).backend == ("sdpa" if fused else "cpu"), name
+        seen.add(fused)
+    assert seen == {True, False}
+
+
+MEMORY = """
+import resource, torch, parzen
+from test_attention import gaussian_calls
+n, peak = 6000, lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+for size in (64, n):
+    before = peak()
+    for name, qkv, options in gaussian_calls(size):
+        q, k, v = (x.requires_grad_() if x.is_leaf else x for x in qkv)
+        parzen.attention(q, k, v, **options).sum().backward()
+        # One array of T×S float32 has 137 MiB.
+        assert peak() - before < 110, (name, size, peak() - before)
+"""
+
+
+@built
+def test_the_gaussian_takes_no_quadratic_memory():
+    here = Path(__file__).parent
+    run = subprocess.run([sys.executable, "-c", MEMORY], cwd=here, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -110,9 +110,12 @@ def _engine() -> _Engine | None:
     return _choose(os.environ.get("PARZEN_CPU_ISA"))
 
 
-@torch.compiler.assume_constant_result
 def _built() -> bool:
     return _engine() is not None
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler.
+_built._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def info() -> dict[str, Any]:

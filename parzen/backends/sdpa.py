@@ -33,11 +33,21 @@ def why_not(call: Call) -> str | None:
         return "scaled_dot_product_attention takes a mask or is_causal, not both"
     if 0 in (*call.q.shape, *call.k.shape, *call.v.shape):
         return "scaled_dot_product_attention fails on axes of length 0"
-    if call.dropout > 0 and cpu.why_not(call) is None:
-        return "scaled_dot_product_attention draws a T×S mask for dropout on a CPU; the engine is faster"
+    if call.q.device.type == "cpu" and not _fused(call) and cpu.why_not(call) is None:
+        return (
+            "scaled_dot_product_attention would be T×S on a CPU: its fused kernel takes no dropout, no value "
+            "width but the keys', no stride along the last axis and no mask with a gradient"
+        )
     if torch._C._are_functorch_transforms_active():
         return "scaled_dot_product_attention has neither a vmap rule nor a second derivative"
     return None
+
+
+def _fused(call: Call) -> bool:
+    """Whether torch's CPU kernel serves the call (``use_flash_attention_cpp`` of aten)."""
+    learnt = call.bias is not None and call.bias.requires_grad
+    unit = all(x.stride(-1) == 1 for x in (call.q, call.k, call.v))
+    return call.dropout == 0 and call.q.shape[3] == call.v.shape[3] and unit and not learnt
 
 
 def _lower_right(call: Call) -> bool:

@@ -95,12 +95,10 @@ def _kernels() -> Any:
     return kernels
 
 
-@torch.compiler.assume_constant_result
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@torch.compiler.assume_constant_result
 def _capability(device: torch.device) -> tuple[int, int]:
     """Of an NVIDIA GPU; (9, 0) where there is none to ask, and (0, 0) for the interpreter."""
     if device.type == "cpu":
@@ -108,6 +106,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
     if torch.version.hip is not None or not torch.cuda.is_available():
         return (9, 0)
     return torch.cuda.get_device_capability(device)
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler.
+for _f in (_interpreted, _capability):
+    _f._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 # ---- one launch ----------------------------------------------------------------------------------
