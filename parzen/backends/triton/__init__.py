@@ -109,8 +109,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler.
-for _f in (_interpreted, _capability):
-    _f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _constant in (_interpreted, _capability):
+    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010: functions have no such attribute
 
 
 # ---- one launch ----------------------------------------------------------------------------------
