@@ -108,9 +108,10 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-# What torch.compiler.assume_constant_result does, without importing the compiler.
+# What torch.compiler.assume_constant_result does, without importing the compiler; by name, as the type of a
+# function has no such attribute.
 for _constant in (_interpreted, _capability):
-    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010: functions have no such attribute
+    setattr(_constant, "_dynamo_marked_constant", True)  # noqa: B010
 
 
 # ---- one launch ----------------------------------------------------------------------------------
