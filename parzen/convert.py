@@ -33,6 +33,7 @@ class Attention(nn.Module):
         kernel: of all its heads.
         gain: (H,), what ``match`` multiplies scale with; None for 1. It is part of the state dict.
         seen: where calls are noted down, if anywhere.
+        called: whether it ever was.
     """
 
     gain: Tensor | None
@@ -42,6 +43,7 @@ class Attention(nn.Module):
         self.kernel = kernel
         self.register_buffer("gain", None)
         self.seen: list[tuple[Tensor, Tensor, dict[str, Any]]] | None = None
+        self.called = False
         # The fused softmax layers of torch keep away from modules with hooks.
         self.register_forward_pre_hook(_nothing)
 
@@ -67,6 +69,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """The kernel regression, (…, H, T, Ev)."""
         how = {"attn_mask": attn_mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
+        if not self.called:
+            self.called = True
         if self.seen is not None:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
             self.seen.append((query.detach(), key.detach(), {**how, "scale": scale}))
@@ -107,8 +111,17 @@ class _Layer:
     """What a layer that calls ``scaled_dot_product_attention`` itself becomes, besides what it is."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _Swap(getattr(self, CHILD)):
-            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        attend: Attention = getattr(self, CHILD)
+        with _Swap(attend):
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if not attend.called:
+            # Its class mentions the function, and another branch was taken.
+            raise RuntimeError(
+                f"{type(self).__name__} was converted, and its forward ended without "
+                "scaled_dot_product_attention: switch it on in the layer's options (such as sdpa or flash), "
+                "or use parzen.weights in place of its softmax"
+            )
+        return output
 
 
 class _MultiheadAttention(nn.MultiheadAttention):
@@ -198,10 +211,13 @@ def convert(model: nn.Module, kernel: str | Kernel) -> tuple[str, ...]:
         The names of the layers, as in ``model.named_modules()``.
 
     Raises:
-        ValueError: no such layer, or a kernel that is none.
+        ValueError: no such layer, a kernel that is none, or a model of transformers with a layer that cannot
+            be converted; the model is then what it was. A layer whose first ``forward`` ends without its
+            attention raises a RuntimeError there.
     """
     chosen = kernels.kernel(kernel)
     names = []
+    new: list[tuple[nn.Module, type]] = []
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.TransformerEncoder):
             # Nested tensors are for the fused softmax layers only.
@@ -212,6 +228,7 @@ def convert(model: nn.Module, kernel: str | Kernel) -> tuple[str, ...]:
         if isinstance(attend := getattr(module, CHILD, None), Attention):
             attend.kernel = chosen
             continue
+        new.append((module, type(module)))
         module.add_module(CHILD, Attention(chosen))
         if how is not True:
             module.__class__ = how
@@ -220,7 +237,13 @@ def convert(model: nn.Module, kernel: str | Kernel) -> tuple[str, ...]:
             f"{type(model).__name__} has no layer to convert: no nn.MultiheadAttention, and no module whose "
             "methods call scaled_dot_product_attention"
         )
-    _tell_transformers(model)
+    try:
+        _tell_transformers(model)
+    except ValueError:
+        for module, cls in new:
+            delattr(module, CHILD)
+            module.__class__ = cls
+        raise
     return tuple(names)
 
 
@@ -233,13 +256,16 @@ def _tell_transformers(model: nn.Module) -> None:
         try:
             tell("parzen:gaussian")
         except ValueError as error:
+            if "is not supported" not in str(error):
+                # The integration refuses it: a layer that is no part of what was converted.
+                raise
             raise ValueError(
                 "transformers does not know parzen: call parzen.integrations.transformers.register() first"
             ) from error
         return
 
 
-def _mentions(cls: type, name: str) -> bool:
+def mentions(cls: type, name: str) -> bool:
     """Whether a method of the class itself, its bases aside, uses this name."""
     codes = (getattr(inspect.unwrap(f), "__code__", None) for f in vars(cls).values() if callable(f))
     return any(name in code.co_names for code in codes if code is not None)
@@ -251,10 +277,10 @@ def _how(cls: type) -> Any:
         return cls
     if issubclass(cls, nn.MultiheadAttention):
         return _MultiheadAttention
-    if any(_mentions(c, "ALL_ATTENTION_FUNCTIONS") for c in cls.__mro__):
+    if any(mentions(c, "ALL_ATTENTION_FUNCTIONS") for c in cls.__mro__):
         # The models as a whole mention them too.
         return None if hasattr(cls, "set_attn_implementation") else True
-    if any(_mentions(c, "scaled_dot_product_attention") for c in cls.__mro__):
+    if any(mentions(c, "scaled_dot_product_attention") for c in cls.__mro__):
         return type(cls.__name__, (_Layer, cls), {"__module__": cls.__module__})
     return None
 

@@ -596,3 +596,75 @@ def test_saving_and_loading_with_a_kernel(tmp_path):
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="parzen:biweight")
     assert_close(again(**given).logits, model(**given).logits)
+
+
+# ---- models that the kernel does not reach -------------------------------------------------------
+
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32}
+OWN_CODE = {
+    "Bloom": ("BloomForCausalLM", {**SMALL, "n_layer": 2, "n_head": 4}),
+    "Mpt": ("MptForCausalLM", {"vocab_size": VOCAB, "d_model": 32, "n_layers": 2, "n_heads": 4}),
+    "MPNet": ("MPNetForMaskedLM", SIZES),
+    "Falcon": ("FalconForCausalLM", {**SMALL, "num_hidden_layers": 2, "num_attention_heads": 4}),
+    "GPTNeo": (
+        "GPTNeoForCausalLM",
+        {**SMALL, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    ),
+}
+
+
+def own_code(name, **options):
+    model, fields = OWN_CODE[name]
+    config = getattr(transformers, f"{name}Config")(**{**fields, "bos_token_id": 1, "eos_token_id": None})
+    return getattr(transformers, model)._from_config(config, **options).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("Bloom", r"layer h\.0\.self_attention \(BloomAttention\)"),
+        ("Mpt", r"layer blocks\.0\.attn \(MptAttention\)"),
+        ("MPNet", r"layer encoder\.layer\.0\.attention\.attn \(MPNetSelfAttention\)"),
+        # These look up a class for each layer, and said KeyError.
+        ("Falcon", "FALCON_ATTENTION_CLASSES"),
+        ("GPTNeo", "GPT_NEO_ATTENTION_CLASSES"),
+    ],
+)
+def test_a_model_with_attention_code_of_its_own_is_refused(name, layer, tmp_path):
+    with pytest.raises(ValueError, match=f"cannot have parzen:biweight: .*{layer}"):
+        own_code(name, attn_implementation="parzen:biweight")
+    own_code(name, attn_implementation="eager").save_pretrained(tmp_path)
+    cls = getattr(transformers, OWN_CODE[name][0])
+    with pytest.raises(ValueError, match=f"cannot have parzen:biweight: .*{layer}"):
+        cls.from_pretrained(tmp_path, attn_implementation="parzen:biweight")
+
+
+def test_a_layer_put_in_later_is_refused_when_the_kernel_is_set():
+    model = make("bert", "eager")
+    model.bert.encoder.layer[1].attention = nn.MultiheadAttention(32, 4)
+    with pytest.raises(ValueError, match=r"layer bert\.encoder\.layer\.1\.attention \(MultiheadAttention\)"):
+        model.set_attn_implementation("parzen:biweight")
+    # It stays what it was.
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_branch_not_taken_is_not_called_converted():
+    model = own_code("Falcon", attn_implementation="eager")
+    parzen.nn.convert(model, "biweight")
+    with pytest.raises(RuntimeError, match="ended without scaled_dot_product_attention"):
+        model(inputs("llama")["input_ids"])
+
+
+def test_a_memory_cache_says_so_where_a_model_changes_what_it_keeps():
+    key = torch.randn(1, 2, 3, 8)
+    layer = MemoryLayer()
+    keys, _ = layer.update(key, key)
+    with pytest.raises(TypeError, match="changes keys or values behind its cache, and needs a DynamicCache"):
+        nn.functional.pad(keys, (0, 1))
+
+
+def test_what_has_another_implementation_is_not_looked_at():
+    model = make("bert", "eager")
+    model.bert.encoder.layer[1].attention.spare = nn.MultiheadAttention(32, 4)
+    model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == "sdpa"

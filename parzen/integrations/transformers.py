@@ -11,7 +11,9 @@ are known once ``register`` was called.
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import chain
@@ -36,7 +38,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.output_capturing import _active_collector
 
 from parzen.attention import attention, attention_weights
-from parzen.convert import CHILD, Attention
+from parzen.convert import CHILD, Attention, mentions
 from parzen.kernels import KERNELS, Kernel, kernel
 from parzen.memory import KeyValueMemory
 from parzen.models.mosaic import BlockState, Mosaic, MosaicConfig
@@ -56,6 +58,8 @@ def register(*names: str) -> tuple[str, ...]:
         *names: as ``parzen.kernel`` spells them, with or without ``parzen:`` in front, such as
             ``"knn_gaussian?k=32"``. Default: every row of ``parzen.KERNELS`` and its aliases.
 
+    From then on a model is refused that would not be what its name says: see ``check``.
+
     Raises:
         ValueError, TypeError: as ``parzen.kernel``.
     """
@@ -65,7 +69,125 @@ def register(*names: str) -> tuple[str, ...]:
         AttentionInterface.register(name, attention_function(k))
         # Without a mask function of the same name transformers makes no mask: padding would be attended to.
         AttentionMaskInterface.register(name, sdpa_mask)
+    _watch()
     return tuple(chosen)
+
+
+# What a layer that attends by itself has in its code.
+OWN = (
+    "softmax",
+    "Softmax",
+    "logsumexp",
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+)
+
+
+def check(model: PreTrainedModel) -> None:
+    """Returns if every attention layer with ``parzen:…`` in its config calls the attention interface.
+
+    A layer with attention code of its own would go on with softmax, and add to its scores the boolean mask
+    that is made for us: neither causal nor padded any longer, without a word. Looked at is the code of each
+    layer's class, by name, once, when a model is made or its attention is set; a call costs nothing.
+
+    Raises:
+        ValueError: one does not; the message has its name, its class, and what to do.
+    """
+    configs: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        # A layer without a config has that of what it is part of; parents come first.
+        config = getattr(module, "config", None) or configs.get(name.rpartition(".")[0])
+        configs[name] = config
+        chosen = getattr(config, "_attn_implementation", None) or ""
+        if chosen.startswith(PREFIX) and _attends_by_itself(module):
+            raise ValueError(
+                f"{type(model).__name__} cannot have {chosen}: its layer {name} ({type(module).__name__}) "
+                "has attention code of its own, which the kernel does not reach; load the model with "
+                'attn_implementation="eager"'
+            )
+
+
+def _attends_by_itself(module: nn.Module) -> bool:
+    """Whether it is an attention layer that neither calls the interface nor was converted."""
+    if isinstance(getattr(module, CHILD, None), Attention) or isinstance(module, PreTrainedModel):
+        return False
+    return _own(type(module))
+
+
+@functools.cache
+def _own(cls: type) -> bool:
+    if issubclass(cls, nn.MultiheadAttention):
+        return True
+    # They weigh places of an image, or features, and not keys; they take no mask of ours.
+    if "Deformable" in cls.__name__ or cls.__name__ == "PatchTSMixerGatedAttention":
+        return False
+    if not any(part in cls.__name__ for part in ("Attention", "Attn")):
+        return False
+    mro = [c for c in cls.__mro__ if c is not nn.Module]
+    if any(mentions(c, "ALL_ATTENTION_FUNCTIONS") for c in mro):
+        return False
+    return any(mentions(c, name) for c in mro for name in OWN)
+
+
+def _refuse_tables(model: PreTrainedModel, chosen: str) -> None:
+    """Some families look the class of a layer up under the implementation's name, and would find none.
+
+    Raises:
+        ValueError: the model is of such a family.
+    """
+    subs = (getattr(model.config, name, None) for name in model.config.sub_configs)
+    if not all((sub._attn_implementation or "").startswith(PREFIX) for sub in subs if sub is not None):
+        # Told apart part by part: some of them may well have another.
+        return
+    for name, table in vars(sys.modules[type(model).__module__]).items():
+        if name.endswith("_ATTENTION_CLASSES") and isinstance(table, dict) and chosen not in table:
+            raise ValueError(
+                f"{type(model).__name__} cannot have {chosen}: it has attention code of its own for each of "
+                f"{', '.join(table)} ({name}); load the model with one of them"
+            )
+
+
+def _watch() -> None:
+    """Has transformers call ``check`` wherever it makes a model or sets its attention; once."""
+    if getattr(PreTrainedModel.post_init, "parzen", False):
+        return
+    correct, made, told = (
+        PreTrainedModel.get_correct_attn_implementation,
+        PreTrainedModel.post_init,
+        PreTrainedModel.set_attn_implementation,
+    )
+
+    @functools.wraps(correct)
+    def get_correct_attn_implementation(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
+        found = correct(self, requested, *args, **kwargs)
+        if found.startswith(PREFIX):
+            _refuse_tables(self, found)
+        return found
+
+    @functools.wraps(made)
+    def post_init(self: Any) -> None:
+        made(self)
+        check(self)
+
+    @functools.wraps(told)
+    def set_attn_implementation(self: Any, *args: Any, **kwargs: Any) -> None:
+        configs = {id(m.config): m.config for m in self.modules() if isinstance(m, PreTrainedModel)}
+        for config in list(configs.values()):
+            configs |= {id(c): c for c in (getattr(config, n, None) for n in config.sub_configs) if c}
+        before = [(config, config._attn_implementation) for config in configs.values()]
+        try:
+            told(self, *args, **kwargs)
+            check(self)
+        except ValueError:
+            # Refused means that it stays what it was.
+            for config, name in before:
+                config._attn_implementation_internal = name
+            raise
+
+    post_init.parzen = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
+    PreTrainedModel.post_init = post_init
+    PreTrainedModel.set_attn_implementation = set_attn_implementation
 
 
 # What a kernel regression has no place for, and what it would be.
@@ -175,7 +297,8 @@ class Remembered(Tensor):
             return super().__torch_function__(function, types, args, kwargs or {})
         raise TypeError(
             f"{getattr(function, '__name__', function)} was called on what a MemoryCache keeps, which "
-            f'attn_implementation="{PREFIX}…" alone can read: choose one, or a DynamicCache'
+            f'attn_implementation="{PREFIX}…" alone can read, as it was stored: choose one; '
+            "if you have one, the model changes keys or values behind its cache, and needs a DynamicCache"
         )
 
 
