@@ -641,11 +641,26 @@ def test_a_model_with_attention_code_of_its_own_is_refused(name, layer, tmp_path
 
 def test_a_layer_put_in_later_is_refused_when_the_kernel_is_set():
     model = make("bert", "eager")
-    model.bert.encoder.layer[1].attention = nn.MultiheadAttention(32, 4)
-    with pytest.raises(ValueError, match=r"layer bert\.encoder\.layer\.1\.attention \(MultiheadAttention\)"):
+    model.bert.encoder.layer[1].attention.self = own_code("MPNet").mpnet.encoder.layer[1].attention.attn
+    layer = r"layer bert\.encoder\.layer\.1\.attention\.self \(MPNetSelfAttention\)"
+    with pytest.raises(ValueError, match=layer):
         model.set_attn_implementation("parzen:biweight")
     # It stays what it was.
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_pooling_head_that_takes_no_mask_is_not_refused():
+    """SigLIP pools by an nn.MultiheadAttention, which keeps softmax; its layers have the kernel."""
+    fields = {**OTHERS["vit"][2], "vision_use_head": True}
+    config = transformers.SiglipVisionConfig(**{k: v for k, v in fields.items() if k != "num_labels"})
+    torch.manual_seed(0)
+    model = transformers.SiglipVisionModel._from_config(config, attn_implementation="parzen:gaussian").eval()
+    assert isinstance(model.head.attention, nn.MultiheadAttention)
+    given = inputs("vit")
+    with torch.no_grad():
+        ours = model(**given).pooler_output
+        model.set_attn_implementation("eager")
+        assert_close(ours, model(**given).pooler_output, atol=1e-5, rtol=1e-5)
 
 
 def test_a_branch_not_taken_is_not_called_converted():
@@ -665,6 +680,6 @@ def test_a_memory_cache_says_so_where_a_model_changes_what_it_keeps():
 
 def test_what_has_another_implementation_is_not_looked_at():
     model = make("bert", "eager")
-    model.bert.encoder.layer[1].attention.spare = nn.MultiheadAttention(32, 4)
+    model.bert.encoder.layer[1].spare = own_code("MPNet").mpnet.encoder.layer[1].attention.attn
     model.set_attn_implementation("sdpa")
     assert model.config._attn_implementation == "sdpa"

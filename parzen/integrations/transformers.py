@@ -116,10 +116,10 @@ def _attends_by_itself(module: nn.Module) -> bool:
 
 @functools.cache
 def _own(cls: type) -> bool:
-    if issubclass(cls, nn.MultiheadAttention):
-        return True
-    # They weigh places of an image, or features, and not keys; they take no mask of ours.
-    if "Deformable" in cls.__name__ or cls.__name__ == "PatchTSMixerGatedAttention":
+    # They weigh places of an image, or features, or are a model's last step, and take no mask of ours.
+    if any(part in cls.__name__ for part in ("Deformable", "GatedAttention", "AttentionMap", "AttnBlock")):
+        return False
+    if issubclass(cls, nn.MultiheadAttention) or cls.__name__.endswith("PoolingHead"):
         return False
     if not any(part in cls.__name__ for part in ("Attention", "Attn")):
         return False
