@@ -111,7 +111,7 @@ def _attends_by_itself(module: nn.Module) -> bool:
     """Whether it is an attention layer that neither calls the interface nor was converted."""
     if isinstance(getattr(module, CHILD, None), Attention) or isinstance(module, PreTrainedModel):
         return False
-    return _own(type(module))
+    return _own(type(module))  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -185,9 +185,8 @@ def _watch() -> None:
             raise
 
     post_init.parzen = True  # type: ignore[attr-defined]
-    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
-    PreTrainedModel.post_init = post_init
-    PreTrainedModel.set_attn_implementation = set_attn_implementation
+    for method in (get_correct_attn_implementation, post_init, set_attn_implementation):
+        setattr(PreTrainedModel, method.__name__, method)
 
 
 # What a kernel regression has no place for, and what it would be.
