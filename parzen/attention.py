@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parzen import kernels
-from parzen.backends import BACKENDS, choose, cpu, reference
+from parzen.backends import BACKENDS, choose, cpu, maps, reference
 from parzen.call import (
     Call,
     check_flags,
@@ -278,8 +278,13 @@ def weights(
     check_together(scores=scores, scale=scale, alpha=form.r, margin=form.level)
     if form.rule != kernels.THRESHOLD:
         form = replace(form, r=last(form.r, "alpha"), level=last(form.level, "margin"))
-    s = forbid(scores).to(reference.compute_dtype(scores.dtype)).movedim(dim, -1) * scale
-    w, _ = reference.weight_map(s, form)
+    dtype = reference.compute_dtype(scores.dtype)
+    rows = scores.to(dtype).movedim(dim, -1)
+    if not isinstance(scale, Tensor) and maps.why_not(rows, form) is None:
+        w = maps.run(rows, form, scale, torch.finfo(scores.dtype).min)
+    else:
+        s = forbid(scores).to(dtype).movedim(dim, -1) * scale
+        w, _ = reference.weight_map(s, form)
     return w.movedim(-1, dim).to(scores.dtype)
 
 

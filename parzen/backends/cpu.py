@@ -80,7 +80,8 @@ def _open() -> tuple[ctypes.CDLL, list[str]] | None:
     lib.parzen_isa.argtypes = (ctypes.c_int64,)
     lib.parzen_isa.restype = ctypes.c_char_p
     lib.parzen_args_size.restype = ctypes.c_int64
-    if lib.parzen_args_size() != _ARGS.size or not hasattr(lib, "parzen_recall"):
+    complete = hasattr(lib, "parzen_recall") and hasattr(lib, "parzen_weights")
+    if lib.parzen_args_size() != _ARGS.size or not complete:
         raise ImportError(f"{path} was built from another version of parzen: build it again")
     names: list[str] = []
     while (name := lib.parzen_isa(len(names))) is not None:

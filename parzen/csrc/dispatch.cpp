@@ -1,12 +1,17 @@
-// What backends/cpu.py and memory.py call: the instruction sets in this build that this processor can run.
+// What backends/cpu.py, backends/maps.py and backends/recall.py call: the instruction sets in this build that this
+// processor can run.
 #include "engine.h"
 #include "memory.h"
+#include "weights.h"
 
 namespace parzen {
 extern const Engine baseline, avx2, avx512, avx512vnni, neon;
 namespace memory {
 extern const Memory baseline, avx2, avx512, avx512vnni, neon;
 }  // namespace memory
+namespace maps {
+extern const WeightMaps baseline, avx2, avx512, avx512vnni, neon;
+}  // namespace maps
 }  // namespace parzen
 
 using namespace parzen;
@@ -15,6 +20,7 @@ struct Isa {
   const char* name;
   const Engine* engine;
   const Memory* memory;
+  const WeightMaps* maps;
   bool (*supported)();
 };
 
@@ -28,19 +34,19 @@ static bool has_avx512() {
 // Worst first.
 static const Isa isas[] = {
 #ifdef PARZEN_HAS_baseline
-    {"baseline", &baseline, &memory::baseline, [] { return true; }},
+    {"baseline", &baseline, &memory::baseline, &maps::baseline, [] { return true; }},
 #endif
 #ifdef PARZEN_HAS_avx2
-    {"avx2", &avx2, &memory::avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
+    {"avx2", &avx2, &memory::avx2, &maps::avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }},
 #endif
 #ifdef PARZEN_HAS_avx512
-    {"avx512", &avx512, &memory::avx512, has_avx512},
+    {"avx512", &avx512, &memory::avx512, &maps::avx512, has_avx512},
 #endif
 #ifdef PARZEN_HAS_avx512vnni
-    {"avx512vnni", &avx512vnni, &memory::avx512vnni, [] { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }},
+    {"avx512vnni", &avx512vnni, &memory::avx512vnni, &maps::avx512vnni, [] { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }},
 #endif
 #ifdef PARZEN_HAS_neon
-    {"neon", &neon, &memory::neon, [] { return true; }},
+    {"neon", &neon, &memory::neon, &maps::neon, [] { return true; }},
 #endif
 };
 constexpr int64_t COUNT = sizeof isas / sizeof *isas;
@@ -60,3 +66,7 @@ EXPORT int32_t parzen_backward(int64_t isa, const Args* args) { return isas[isa]
 EXPORT int64_t parzen_recall_size() { return sizeof(Recall); }
 EXPORT int32_t parzen_recall(int64_t isa, const Recall* args) { return isas[isa].memory->recall(*args); }
 EXPORT int32_t parzen_code(int64_t isa, const Recall* args) { return isas[isa].memory->code(*args); }
+
+EXPORT int64_t parzen_maps_size() { return sizeof(WeightMap); }
+EXPORT int32_t parzen_weights(int64_t isa, const WeightMap* args) { return isas[isa].maps->forward(*args); }
+EXPORT int32_t parzen_weights_backward(int64_t isa, const WeightMap* args) { return isas[isa].maps->backward(*args); }

@@ -1,0 +1,169 @@
+"""Weight maps by the CPU engine: rows of scores in, rows of weights out (``parzen/csrc/weights.cpp``).
+
+    w_j = φ(t_j) / Σ_l φ(t_l)        ds_j = a_j (dw_j − μ) on the support, 0 elsewhere
+
+One pass reads a row for its maximum and its candidates; the threshold is solved on the candidates. Nothing
+but the weights is kept for backward: for the Gaussian profile a = w, under unit mass a = w^{(r−1)/r}.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parzen.backends import cpu
+from parzen.kernels import EVERYWHERE, EXP, NEAREST, UNIT_MASS, Form
+
+# struct WeightMap of csrc/weights.h.
+_ARGS = struct.Struct("=7q4d4q")
+
+
+@cache
+def _functions() -> tuple[Any, Any]:
+    lib = ctypes.CDLL(str(cpu._path()))
+    lib.parzen_maps_size.restype = ctypes.c_int64
+    if lib.parzen_maps_size() != _ARGS.size:
+        raise ImportError(f"{cpu._path()} was built from another version of parzen: build it again")
+    both = lib.parzen_weights, lib.parzen_weights_backward
+    for f in both:
+        f.argtypes, f.restype = (ctypes.c_int64, ctypes.c_char_p), ctypes.c_int32
+    return both
+
+
+def _call(back: bool, x: Tensor, dout: Tensor | None, numbers: tuple[Any, ...]) -> Tensor:
+    profile, rule, nearest, scale, level, r, least = numbers
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        library = cpu._engine()
+        assert library is not None
+        n = x.shape[-1]
+        packed = _ARGS.pack(
+            x.numel() // n, n, x.dtype == torch.float64, profile, rule, nearest, torch.get_num_threads(),
+            scale, level, r, least, library.parallel_for,
+            x.data_ptr(), 0 if dout is None else dout.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        if _functions()[back](library.number, packed):
+            raise MemoryError("the CPU engine ran out of memory")
+    return out
+
+
+def _forward(s: Tensor, *numbers: Any) -> Tensor:
+    return _call(False, s, None, numbers)
+
+
+def _backward(dw: Tensor, w: Tensor, *numbers: Any) -> Tensor:
+    return _call(True, w, dw.contiguous(), numbers)
+
+
+_library = torch.library.Library("parzen", "FRAGMENT")
+_NUMBERS = "int profile, int rule, int nearest, float scale, float level, float r, float least"
+_library.define(f"cpu_weights(Tensor s, {_NUMBERS}) -> Tensor")
+_library.define(f"cpu_weights_backward(Tensor dw, Tensor w, {_NUMBERS}) -> Tensor")
+_library.impl("cpu_weights", _forward, "CPU")
+_library.impl("cpu_weights_backward", _backward, "CPU")
+for _name in ("cpu_weights", "cpu_weights_backward"):
+    torch.library.register_fake(f"parzen::{_name}", lambda x, *_: x.new_empty(x.shape), lib=_library)
+
+
+def _dense_gradient(dw: Tensor, w: Tensor, numbers: tuple[Any, ...]) -> Tensor:
+    """What ``cpu_weights_backward`` computes, in operations that have derivatives."""
+    profile, _, _, scale, _, r, _ = numbers
+    if profile != EXP and r == 0:
+        return 0 * w * dw
+    inside = ~(w <= 0)
+    one = torch.where(inside, w, 1)
+    a = torch.where(inside, one if profile == EXP else one ** (1 - 1 / r), 0)
+    total = a.sum(-1, keepdim=True)
+    mu = torch.where(inside, a * dw, 0).sum(-1, keepdim=True) / torch.where(total == 0, 1, total)
+    return torch.where(inside, scale * a * (dw - mu), 0)
+
+
+class _Map(torch.autograd.Function):
+    """(s, numbers…) → w along the last axis."""
+
+    @staticmethod
+    def forward(s: Tensor, *numbers: Any) -> Tensor:
+        return torch.ops.parzen.cpu_weights(s, *numbers)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.numbers = inputs[1:]
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor) -> Any:
+        (w,) = ctx.saved_tensors
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            ds = _MapBackward.apply(dw, w, *ctx.numbers)
+        else:
+            ds = torch.ops.parzen.cpu_weights_backward(dw, w, *ctx.numbers)
+        return ds, *(None,) * len(ctx.numbers)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], s: Tensor, *numbers: Any) -> Any:
+        return _Map.apply(s.movedim(in_dims[0], 0), *numbers), 0
+
+
+class _MapBackward(torch.autograd.Function):
+    """The gradient of the scores, itself differentiable in dw and w: derivatives of any order."""
+
+    @staticmethod
+    def forward(dw: Tensor, w: Tensor, *numbers: Any) -> Tensor:
+        return torch.ops.parzen.cpu_weights_backward(dw, w, *numbers)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.numbers = inputs[2:]
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        dw, w = ctx.saved_tensors
+        pull = torch.func.vjp(lambda dw, w: _dense_gradient(dw, w, ctx.numbers), dw, w)[1]
+        return *pull(g), *(None,) * len(ctx.numbers)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], dw: Tensor, w: Tensor, *numbers: Any) -> Any:
+        dw, w = (
+            x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0)
+            for x, d in zip((dw, w), in_dims[:2], strict=True)
+        )
+        return _MapBackward.apply(dw, w, *numbers), 0
+
+
+def why_not(s: Tensor, form: Form) -> str | None:
+    """None if ``run`` can serve rows ``s``, else a sentence that says why not."""
+    if s.device.type != "cpu":
+        return f"the CPU engine works on CPU tensors, these are on {s.device}"
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return "an exported graph must consist of plain operators"
+    if isinstance(form.r, Tensor) or isinstance(form.level, Tensor):
+        return "a parameter that is a tensor goes through the reference"
+    if form.rule not in (EVERYWHERE, UNIT_MASS, NEAREST) and not form.closed:
+        return "powers within a margin or radius go through the reference"
+    if s.shape[-1] >= 2**31:
+        return "the CPU engine numbers entries in 32 bits"
+    if not cpu._built():
+        return "the CPU engine was not built (no C++ compiler when parzen was installed)"
+    return None
+
+
+def run(s: Tensor, form: Form, scale: float, least: float) -> Tensor:
+    """Weights of the rows ``scale``·s, where scores ≤ ``least`` are not allowed.
+
+    Args:
+        s: float32 or float64, rows along the last axis.
+        form: the kernel; its numbers are floats.
+        scale: > 0.
+        least: −∞, or the most negative number of the dtype that the scores came in.
+    """
+    numbers = (form.profile, form.rule, form.k, float(scale), float(form.level), float(form.r), least)
+    if (torch.is_grad_enabled() and s.requires_grad) or torch._C._are_functorch_transforms_active():
+        return _Map.apply(s, *numbers)
+    return torch.ops.parzen.cpu_weights(s, *numbers)

@@ -1,0 +1,25 @@
+// The plain C interface of weight maps: rows of scores in, rows of weights out. One struct of 8-byte fields,
+// filled by backends/maps.py.
+#pragma once
+#include "engine.h"
+
+namespace parzen {
+
+// All arrays are (rows, n) without gaps, float or double.
+struct WeightMap {
+  int64_t rows, n, is_double, profile, rule, nearest, threads;
+  double scale, level, r;
+  double least;              // scores up to here are not allowed
+  ParallelFor parallel_for;  // null: this thread does everything
+  const void* in;            // scores; in backward the weights
+  const void* dout;          // backward only
+  void* out;                 // weights; in backward the gradient of the scores
+};
+
+// 0, or 1 when memory ran out.
+struct WeightMaps {
+  int32_t (*forward)(const WeightMap&);
+  int32_t (*backward)(const WeightMap&);
+};
+
+}  // namespace parzen
