@@ -23,11 +23,22 @@ include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "
 folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
 exclude_patterns = [*(folders - {"docs", "results"}), "results/**/runs"]
 CONTENTS = {
-    "Tutorials": ("replace-softmax", "train-a-mosaic", "add-a-kernel", "cluster"),
+    "Tutorials": ("replace-softmax", "regression", "train-a-mosaic", "add-a-kernel", "cluster"),
     "Guides": ("choosing", "speed", "moving", "transformers", "memory", "gpu", "report"),
     "Background": ("math", "design", "results"),
 }
-REFERENCE = ("parzen", "kernels", "nn", "memory", "testing", "models", "transformers", "lab", "command")
+REFERENCE = (
+    "parzen",
+    "kernels",
+    "nn",
+    "memory",
+    "regression",
+    "testing",
+    "models",
+    "transformers",
+    "lab",
+    "command",
+)
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
@@ -46,7 +57,7 @@ napoleon_custom_sections = [("Attributes", "params_style")]
 maximum_signature_line_length = 80
 # Every name in a docstring or a signature must lead somewhere, but for those of others.
 nitpicky = True
-OTHERS = r"(torch|collections|pathlib|transformers)\..*|Tensor|Path|Number|UserError"
+OTHERS = r"(torch|collections|numpy|pathlib|transformers)\..*|Tensor|Path|Number|UserError"
 nitpick_ignore_regex = [("py:.*", OTHERS)]
 
 

@@ -1,0 +1,545 @@
+"""Kernel regression and classification for tables of data, as scikit-learn estimators on the attention op.
+
+    f(x) = Σ_j w_j(x) y_j      w_j = φ(c·s_j − τ) / Σ_l φ(c·s_l − τ)      s_j = 1 − ½ Σ_e ((x_e − x_je)/h_e)²
+
+A query attends to the training points, with one bandwidth h_e for each feature. ``kernel`` is any row of
+``parzen.KERNELS``. What statistics calls the Epanechnikov kernel, with a neighbourhood of fixed radius h, is
+``normrelu`` there; ``epanechnikov``, ``biweight`` and ``triweight`` are the same profiles with unit mass:
+their neighbourhoods widen where points are few and are never empty.
+
+Rows with the same features are one point that carries their weights: a row given twice is a row of weight 2,
+and leaving a point out leaves no copy of it behind. Everything is computed in float64 on centred features.
+
+Source: Nadaraya (1964), Watson (1964); local linear: Fan (1992); arXiv 2601.22766, §3. Needs scikit-learn
+(``pip install 'parzen[sklearn]'``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parzen import kernels
+from parzen.attention import attention, attention_weights
+from parzen.kernels import Kernel, Nearest, Power, UnitMass, WithinRadius
+
+try:
+    from scipy.optimize import minimize
+    from scipy.sparse import csr_matrix, diags
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils import check_array, check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import (
+        _check_sample_weight,
+        check_is_fitted,
+        column_or_1d,
+        validate_data,
+    )
+except ImportError as error:
+    raise ImportError("parzen.regression needs scikit-learn: pip install 'parzen[sklearn]'") from error
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+# Bandwidths are searched on so many points at most, from so many starts on fewer.
+_TUNED, _TRIED, _STARTS = 4096, 512, 2
+# Rows that are left out one by one for residuals, and scores held at once.
+_LEFT_OUT, _SCORES = 2048, 2**24
+# Of each feature's bandwidth, times its starting value.
+_WIDEST = 1e3
+_WIDEST_LOCAL_LINEAR = 64
+
+
+@dataclass(frozen=True)
+class _Points:
+    """Distinct training points: what each carries, and which rows it stands for."""
+
+    z: Tensor  # (n, d), centred and in units of the spread
+    weight: Tensor  # (n,): of its rows, added up
+    y: Tensor  # (n, outputs): the weighted mean of their targets (less the mean of all, in regression)
+    square: Tensor  # (n, outputs): that of the squares of y
+
+    def part(self, index: Any) -> _Points:
+        return _Points(self.z[index], self.weight[index], self.y[index], self.square[index])
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What the points say about queries: means, local variances, and where there was nobody."""
+
+    mean: Tensor  # (t, outputs)
+    variance: Tensor  # (t, outputs)
+    empty: Tensor  # (t,) bool
+
+
+def law(kernel: Kernel, features: int, smoothness: float = 2.0) -> float:
+    """The power of n with which 1/h² must grow for the least error of regression.
+
+    ``(2r − 2β)/(r(2β + d))`` under unit mass, ``2/(2β + d)`` elsewhere, for d features and a target of
+    smoothness 0 < β ≤ 2 (2: twice differentiable). It is 0 for the biweight in unit mass (r = β).
+
+    Under unit mass a neighbourhood of radius H holds n·γʳ·H^{2r+d} ∝ 1, and the error is least at
+    H ∝ n^{−1/(2β+d)}.
+    """
+    if isinstance(kernel.rule, UnitMass) and isinstance(kernel.profile, Power):
+        r = float(kernel.profile.r)
+        return (2 * r - 2 * smoothness) / (r * (2 * smoothness + features))
+    return 2 / (2 * smoothness + features)
+
+
+class _KernelEstimator(BaseEstimator):
+    """What regression and classification share: the points, the bandwidths, the neighbourhoods."""
+
+    _centred = True
+
+    def __init__(
+        self,
+        kernel: str | Kernel = "biweight",
+        *,
+        bandwidth: Any = "cv",
+        degree: int = 0,
+        metric: str = "euclidean",
+        outside: str = "nearest",
+        random_state: Any = None,
+    ) -> None:
+        self.kernel = kernel
+        self.bandwidth = bandwidth
+        self.degree = degree
+        self.metric = metric
+        self.outside = outside
+        self.random_state = random_state
+
+    # ---- fitting ---------------------------------------------------------------------------------
+
+    def _check_parameters(self, features: int) -> Kernel:
+        kernel = kernels.kernel(self.kernel)
+        if kernel.learned is not None:
+            raise ValueError(f"kernel must have numbers for its parameters, got {kernel}")
+        for name, value, known in (
+            ("degree", self.degree, (0, 1)),
+            ("metric", self.metric, ("euclidean", "cosine")),
+            ("outside", self.outside, ("nearest", "mean", "nan")),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+        if self.degree == 1 and self.metric != "euclidean":
+            raise ValueError("degree=1 needs metric='euclidean': a line through directions is not defined")
+        if self.degree == 1 and features > _WIDEST_LOCAL_LINEAR:
+            raise ValueError(
+                f"degree=1 solves for every feature in every neighbourhood: at most {_WIDEST_LOCAL_LINEAR}, "
+                f"got {features}; choose features, or degree=0"
+            )
+        return kernel
+
+    def _check_directions(self, X: Array) -> None:
+        zero = np.flatnonzero(~X.any(1))
+        if self.metric == "cosine" and zero.size:
+            raise ValueError(f"metric='cosine' needs a direction, row {zero[0]} is all zeros: drop it")
+
+    def _fixed_bandwidth(self, features: int) -> Array | None:
+        """The bandwidths that were given; None where they are to be found."""
+        if isinstance(self.bandwidth, str):
+            if self.bandwidth != "cv":
+                raise ValueError(f"bandwidth must be 'cv' or numbers > 0, got {self.bandwidth!r}")
+            return None
+        h = check_array(
+            np.atleast_1d(self.bandwidth), ensure_2d=False, dtype=np.float64, input_name="bandwidth"
+        )
+        wanted = 1 if self.metric == "cosine" else features
+        if h.shape not in ((1,), (wanted,)):
+            raise ValueError(f"bandwidth must be one number or {wanted}, got shape {h.shape}")
+        if not (h > 0).all():
+            raise ValueError(f"bandwidth must be > 0, got {self.bandwidth!r}")
+        return np.broadcast_to(h, wanted).copy()
+
+    def _standardised(self, X: Array) -> Tensor:
+        x = np.asarray(X, dtype=np.float64)
+        if self.metric == "euclidean":
+            return torch.from_numpy((x - self._centre) / self._spread)
+        return torch.from_numpy(x / self._spread / np.linalg.norm(x / self._spread, axis=1, keepdims=True))
+
+    def _fit(self, X: Array, y: Array, sample_weight: Any) -> None:
+        """Points, bandwidths and residuals for targets y (rows, outputs)."""
+        self._kernel = self._check_parameters(X.shape[1])
+        self._check_directions(X)
+        fixed = self._fixed_bandwidth(X.shape[1])
+        weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        kept = np.flatnonzero(weight)
+        # Adding 0 makes −0 and 0 the same point.
+        distinct, self._point = np.unique(X[kept] + 0.0, axis=0, return_inverse=True)
+        self._point = self._point.reshape(-1)
+        self._row, self._share = kept, weight[kept]
+        distinct = distinct.astype(np.float64)
+        euclidean = self.metric == "euclidean"
+        self._centre = distinct.mean(0)
+        spread = distinct.std(0) if euclidean else np.full(X.shape[1], np.abs(distinct).max())
+        # Of a constant column rounding leaves about an ulp.
+        tiny = 8 * np.finfo(np.float64).eps * np.abs(distinct).max(0, initial=0)
+        self._spread = np.where(spread > tiny, spread, 1.0)
+        self._varying = spread > tiny
+
+        def added(values: Array) -> Array:
+            out = np.zeros((len(distinct), values.shape[1]))
+            np.add.at(out, self._point, values * self._share[:, None])
+            return out
+
+        total = added(np.ones((len(kept), 1)))
+        # Of probabilities nothing is subtracted, so that 0 stays 0.
+        self._mean = (
+            np.average(y[kept], axis=0, weights=self._share) if self._centred else np.zeros(y.shape[1])
+        )
+        centred = y[kept] - self._mean
+        columns = (total[:, 0], added(centred) / total, added(centred**2) / total)
+        self._points = _Points(self._standardised(distinct), *map(torch.from_numpy, columns))
+        random = check_random_state(self.random_state)
+        unit = self._spread if euclidean else np.ones(1)
+        if fixed is None:
+            self.bandwidth_ = self._search(random) * unit
+        else:
+            self.bandwidth_ = fixed
+        self._scaled = torch.from_numpy(self.bandwidth_ / unit)
+        self._leave_out(random)
+
+    def _search(self, random: Any) -> Array:
+        """The bandwidths with the least leave-one-out error, in units of the spread."""
+        points = self._points
+        n, d = points.z.shape
+        varying = max(1, int(self._varying.sum())) if self.metric == "euclidean" else max(1, d - 1)
+        order = random.permutation(n)[:_TUNED]
+        m = len(order)
+        # Silverman's rule, for features of spread 1.
+        rule = np.full(1 if self.metric == "cosine" else d, max(m, 2) ** (-1 / (varying + 4)))
+        # A uniform weight on the k nearest does not depend on a common bandwidth.
+        if m < 3 or (isinstance(self._kernel.rule, Nearest) and isinstance(self._kernel.profile, Power)):
+            return rule
+        tried, tuned = points.part(order[:_TRIED]), points.part(order)
+        factors = np.geomspace(0.05, 20, 13)
+        losses = [self._error(torch.from_numpy(np.log(rule * f)), tried).item() for f in factors]
+        best = np.argsort(losses, kind="stable")[:_STARTS]
+        found = [self._descend(np.log(rule * factors[i]), tried, 30) for i in best]
+        h = min(found, key=lambda one: one[0])[1]
+        if m > _TRIED:
+            carried = h - 0.5 * law(self._kernel, varying) * math.log(m / _TRIED)
+            h = self._descend(carried, tuned, 12)[1]
+        return np.exp(h - 0.5 * law(self._kernel, varying) * math.log(n / m))
+
+    def _descend(self, start: Array, points: _Points, steps: int) -> tuple[float, Array]:
+        """Least error and log bandwidths, from ``start`` down the gradient."""
+        step = isinstance(self._kernel.profile, Power) and self._kernel.profile.r == 0
+
+        def value(log_h: Array) -> tuple[float, Array]:
+            h = torch.tensor(log_h, requires_grad=True)
+            error = self._error(h, points)
+            (slope,) = torch.autograd.grad(error, h)
+            return error.item(), slope.numpy()
+
+        if step:
+            # A step has no slope: what the common factors found stays.
+            return self._error(torch.from_numpy(start), points).item(), start
+        reach = math.log(_WIDEST)
+        bounds = [(x - reach, x + reach) for x in start]
+        result = minimize(
+            value, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": steps}
+        )
+        return float(result.fun), result.x
+
+    def _error(self, log_h: Tensor, points: _Points) -> Tensor:
+        """Mean squared leave-one-out error, weighted, in units of the targets' variance."""
+        n = len(points.z)
+        others = ~torch.eye(n, dtype=torch.bool)
+        fit = self._look(points.z, points, log_h.exp(), others)
+        mean = self._fill(fit, points.z, points, log_h.detach().exp(), others)
+        weight = points.weight / points.weight.sum()
+        variance = (weight[:, None] * (points.y - weight @ points.y) ** 2).sum()
+        return (weight[:, None] * (points.y - mean) ** 2).sum() / variance.clamp_min(1e-300)
+
+    def _leave_out(self, random: Any) -> None:
+        """Residuals of rows left out one at a time (at most 2,048 of them), and what follows from them."""
+        points, n = self._points, len(self._points.z)
+        rows = np.sort(random.permutation(n)[:_LEFT_OUT])
+        part = points.part(rows)
+        found = torch.empty_like(part.y)
+        if n > 1:
+            step = max(1, _SCORES // n)
+            for start in range(0, len(rows), step):
+                some = torch.from_numpy(rows[start : start + step])
+                others = torch.ones(len(some), n, dtype=torch.bool)
+                others[torch.arange(len(some)), some] = False
+                fit = self._look(points.z[some], points, self._scaled, others)
+                found[start : start + step] = self._fill(fit, points.z[some], points, self._scaled, others)
+        else:
+            found.fill_(torch.nan)
+        self._residual = (part.y - found).numpy()
+        self._residual_weight = part.weight.numpy()
+        self._left_out = found.numpy() + self._mean
+        # What each point weighs in its own fit, and how many have weight there.
+        some = torch.from_numpy(rows[:: max(1, len(rows) * n // _SCORES)])
+        seen = attention_weights(
+            *self._sides(points.z[some], points, self._scaled), **self._options(self._scaled)
+        )
+        own = seen.weights[torch.arange(len(some)), some]
+        self.effective_df_ = float(own.mean() * n)
+        self.n_support_ = float(seen.support.double().mean())
+
+    # ---- neighbourhoods --------------------------------------------------------------------------
+
+    def _sides(self, z: Tensor, points: _Points, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys whose products are the scores s."""
+        if self.metric == "cosine":
+            return z, points.z
+        q, k = z / h, points.z / h
+        half_q, half_k = (0.5 * (x * x).sum(-1, keepdim=True) for x in (q, k))
+        one_q, one_k = torch.ones_like(half_q), torch.ones_like(half_k)
+        # Only a radius is measured from s = 1.
+        top = 1.0 if isinstance(self._kernel.rule, WithinRadius) else 0.0
+        return torch.cat([q, one_q, top - half_q], -1), torch.cat([k, -half_k, one_k], -1)
+
+    def _options(self, h: Tensor) -> dict[str, Any]:
+        return {"kernel": self._kernel, "scale": h**-2 if self.metric == "cosine" else 1.0}
+
+    def _look(self, z: Tensor, points: _Points, h: Tensor, allowed: Tensor | None = None) -> _Fit:
+        """Weighted means of the targets around z, of degree 0 or 1."""
+        weight, y = points.weight[:, None], points.y
+        n, outputs = y.shape
+        values = [weight, weight * y, weight * points.square]
+        d = z.shape[1]
+        if self.degree == 1:
+            outer = (points.z[:, :, None] * points.z[:, None]).reshape(n, d * d)
+            cross = (points.z[:, :, None] * y[:, None]).reshape(n, d * outputs)
+            values += [weight * points.z, weight * outer, weight * cross]
+        q, k = self._sides(z, points, h)
+        seen = attention(q, k, torch.cat(values, 1), allowed, **self._options(h))
+        mass, *moments = seen.split([x.shape[1] for x in values], 1)
+        empty = mass[:, 0] == 0
+        mass = torch.where(mass == 0, 1.0, mass)
+        mean, square, *moments = (x / mass for x in moments)
+        variance = square - mean**2
+        if self.degree == 1:
+            centre, outer, cross = moments
+            spread = outer.reshape(-1, d, d) - centre[:, :, None] * centre[:, None]
+            slope_of = cross.reshape(-1, d, outputs) - centre[:, :, None] * mean[:, None]
+            # Directions without spread, and those that rounding alone fills, have slope 0.
+            trace = spread.diagonal(dim1=1, dim2=2).clamp_min(0).mean(-1)
+            size = outer.reshape(-1, d, d).diagonal(dim1=1, dim2=2).mean(-1)
+            ridge = 1e-9 * trace + 1e-13 * size + 1e-300
+            slope = torch.linalg.solve(spread + ridge[:, None, None] * torch.eye(d, dtype=z.dtype), slope_of)
+            variance = variance - (slope * (spread @ slope)).sum(1)
+            mean = mean + ((z - centre)[:, None] @ slope)[:, 0]
+        return _Fit(mean, variance.clamp_min(0), empty)
+
+    def _fill(
+        self, fit: _Fit, z: Tensor, points: _Points, h: Tensor, allowed: Tensor | None = None
+    ) -> Tensor:
+        """The means, with what ``outside`` says where nobody was near."""
+        if not bool(fit.empty.any()):
+            return fit.mean
+        if self.outside == "mean":
+            other = (points.weight @ points.y / points.weight.sum()).expand_as(fit.mean)
+        elif self.outside == "nan" and allowed is None:
+            other = torch.full_like(fit.mean, torch.nan)
+        else:
+            some = fit.empty
+            q, k = self._sides(z[some], points, h)
+            values = torch.cat([points.weight[:, None], points.weight[:, None] * points.y], 1)
+            near = attention(
+                q, k, values, None if allowed is None else allowed[some], kernel="knn_uniform?k=1", scale=1.0
+            ).detach()
+            other = torch.zeros_like(fit.mean).index_put((some,), near[:, 1:] / near[:, :1])
+        return torch.where(fit.empty[:, None], other, fit.mean)
+
+    def _checked(self, X: Any) -> Array:
+        check_is_fitted(self)
+        checked: Array = validate_data(self, X, reset=False, dtype=[np.float64, np.float32])
+        self._check_directions(checked)
+        return checked
+
+    def _predict(self, X: Any) -> tuple[Array, Array, Array]:
+        """Means, local variances and which rows were empty, block by block."""
+        X = self._checked(X)
+        z = self._standardised(X)
+        outputs = self._points.y.shape[1]
+        mean, variance = np.empty((len(z), outputs)), np.empty((len(z), outputs))
+        empty = np.empty(len(z), dtype=bool)
+        for start in range(0, len(z), 2**16):
+            some = slice(start, start + 2**16)
+            fit = self._look(z[some], self._points, self._scaled)
+            mean[some] = self._fill(fit, z[some], self._points, self._scaled).numpy() + self._mean
+            variance[some], empty[some] = fit.variance.numpy(), fit.empty.numpy()
+        return mean, variance, empty
+
+    def neighbours(self, X: Any) -> Any:
+        """Why this prediction: the training rows that have weight, and their weights.
+
+        Args:
+            X: (queries, features).
+
+        Returns:
+            A ``scipy.sparse`` matrix (queries, training rows), of weights that sum to 1 in each row; a row
+            without any is an empty neighbourhood. Under ``degree=0`` its product with the targets is the
+            prediction.
+        """
+        X = self._checked(X)
+        sides = self._sides(self._standardised(X), self._points, self._scaled)
+        weights = attention_weights(*sides, sparse=True, **self._options(self._scaled)).weights.coalesce()
+        (at, point), value = weights.indices().numpy(), weights.values().numpy()
+        found = csr_matrix((value, (at, point)), shape=tuple(weights.shape))
+        rows = csr_matrix(
+            (self._share, (self._point, self._row)), shape=(weights.shape[1], self._rows), dtype=np.float64
+        )
+        shared = (found @ rows).tocsr()
+        total = np.asarray(shared.sum(1)).ravel()
+        return diags(1 / np.where(total == 0, 1, total)) @ shared
+
+
+class KernelRegressor(RegressorMixin, _KernelEstimator):
+    """Kernel regression: the weighted mean of the targets nearby, or the line through them.
+
+        f(x) = Σ_j w_j(x) y_j,        w from ``kernel`` on s_j = 1 − ½ Σ_e ((x_e − x_je)/h_e)²
+
+    Args:
+        kernel: a name such as ``"biweight"``, ``"gaussian"``, ``"normrelu"`` (statistics' Epanechnikov, of
+            fixed radius h), ``"knn_gaussian?k=32"``, or a ``parzen.Kernel``. Default "biweight": unit mass,
+            never empty, and its bandwidth needs no change with the number of rows (``law``).
+        bandwidth: "cv" finds one for each feature by leave-one-out, on at most 4,096 points, carried to more
+            by ``law``; or a number > 0, or one for each feature, in the units of that feature (with
+            metric="cosine" one number). Under unit mass it sets the scale: neighbourhoods find their radius.
+        degree: 0, the local mean (Nadaraya–Watson), or 1, local linear.
+        metric: "euclidean", or "cosine": s_j = cos(x, x_j)/h².
+        outside: what an empty neighbourhood gives (rules with a radius only): "nearest", the target of the
+            nearest point; "mean", that of all; "nan".
+        random_state: of the points that bandwidths and residuals are taken from, where there are more than
+            4,096 and 2,048.
+
+    Attributes:
+        bandwidth_: (features,), in their units.
+        loo_score_: R² of predictions for points that are left out (a sample of at most 2,048).
+        effective_df_: Σ_i w_i(x_i), estimated from the same sample.
+        n_support_: the mean number of points with weight.
+
+    Example:
+        >>> import numpy as np
+        >>> from parzen.regression import KernelRegressor
+        >>> x = np.linspace(0, 6, 200)[:, None]
+        >>> model = KernelRegressor().fit(x, np.sin(x[:, 0]))
+        >>> bool(abs(model.predict([[1.0]])[0] - np.sin(1)) < 0.01)
+        True
+    """
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> KernelRegressor:
+        """Keep the points and find the bandwidths.
+
+        Args:
+            X: (rows, features), finite.
+            y: (rows,) or (rows, outputs), finite.
+            sample_weight: (rows,) ≥ 0: how many rows each stands for.
+        """
+        X, y = validate_data(self, X, y, multi_output=True, y_numeric=True, dtype=[np.float64, np.float32])
+        y = np.asarray(y, dtype=np.float64)
+        self._flat, self._rows = y.ndim == 1, len(X)
+        self._fit(X, y.reshape(len(y), -1), sample_weight)
+        weight = self._residual_weight[:, None]
+        y_left = self._left_out + self._residual
+        mean = (weight * y_left).sum(0) / weight.sum()
+        total = (weight * (y_left - mean) ** 2).sum(0)
+        kept = total > 0
+        error = (weight * self._residual**2).sum(0)
+        self.loo_score_ = float(np.mean(1 - error[kept] / total[kept])) if kept.any() else math.nan
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """f(x): (queries,) or (queries, outputs); with ``return_std`` also the targets' spread around it.
+
+        The spread is that of the neighbourhood, √Σ_j w_j (y_j − f)², not the error of f; NaN if it is empty.
+        """
+        mean, variance, empty = self._predict(X)
+        mean = mean[:, 0] if self._flat else mean
+        if not return_std:
+            return mean
+        std = np.where(empty[:, None], np.nan, np.sqrt(variance))
+        return mean, std[:, 0] if self._flat else std
+
+    def predict_interval(self, X: Any, coverage: float = 0.9) -> tuple[Array, Array]:
+        """Lower and upper ends that hold a new target with probability ``coverage`` in (0, 1).
+
+        f(x) ∓ the ⌈(m + 1)·coverage⌉-th smallest of m leave-one-out residuals' sizes: the jackknife's
+        conformal interval, of one width everywhere; infinite where m is too small.
+
+        Source: Barber et al. (2021), *Predictive inference with the jackknife+*, §1.
+        """
+        if not 0 < coverage < 1:
+            raise ValueError(f"coverage must be in (0, 1), got {coverage!r}")
+        mean = self.predict(X)
+        size = np.sort(np.abs(self._residual), 0)
+        place = math.ceil((len(size) + 1) * coverage)
+        half = size[place - 1] if place <= len(size) else np.full(size.shape[1], np.inf)
+        half = half[0] if self._flat else half
+        return mean - half, mean + half
+
+
+class KernelClassifier(ClassifierMixin, _KernelEstimator):
+    """Kernel classification: p(c | x) = Σ_j w_j(x) [y_j = c], which may be exactly 0.
+
+    Arguments and attributes as of ``KernelRegressor`` (bandwidths have the least leave-one-out Brier score;
+    ``loo_score_`` is the accuracy), with ``degree=0`` only.
+
+    Attributes:
+        classes_: the labels, in the order of ``predict_proba``.
+    """
+
+    def __init__(
+        self,
+        kernel: str | Kernel = "biweight",
+        *,
+        bandwidth: Any = "cv",
+        metric: str = "euclidean",
+        outside: str = "nearest",
+        random_state: Any = None,
+    ) -> None:
+        self.kernel = kernel
+        self.bandwidth = bandwidth
+        self.metric = metric
+        self.outside = outside
+        self.random_state = random_state
+
+    degree = 0
+    _centred = False
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> KernelClassifier:
+        """Keep the points and find the bandwidths.
+
+        Args:
+            X: (rows, features), finite.
+            y: (rows,) labels.
+            sample_weight: (rows,) ≥ 0: how many rows each stands for.
+        """
+        X, y = validate_data(self, X, y, dtype=[np.float64, np.float32])
+        check_classification_targets(y)
+        y = column_or_1d(y, warn=True)
+        self.classes_, code = np.unique(y, return_inverse=True)
+        self._rows = len(X)
+        self._fit(X, np.eye(len(self.classes_))[code], sample_weight)
+        truth = self._left_out + self._residual
+        right = self._left_out.argmax(1) == truth.argmax(1)
+        self.loo_score_ = (
+            float(np.average(right, weights=self._residual_weight)) if len(right) > 1 else math.nan
+        )
+        return self
+
+    def predict_proba(self, X: Any) -> Array:
+        """p(c | x): (queries, classes), rows sum to 1."""
+        mean, _, _ = self._predict(X)
+        return mean / mean.sum(1, keepdims=True)
+
+    def predict(self, X: Any) -> Array:
+        """The label with the largest probability; the first of equals."""
+        best = np.nan_to_num(self.predict_proba(X)).argmax(1)
+        return self.classes_[best]
