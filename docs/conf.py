@@ -30,6 +30,7 @@ CONTENTS = {
 REFERENCE = (
     "parzen",
     "kernels",
+    "losses",
     "nn",
     "memory",
     "regression",

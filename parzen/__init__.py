@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # Imported when they are first asked for.
-_MODULES = ("convert", "integrations", "models", "nn", "testing")
+_MODULES = ("convert", "integrations", "losses", "models", "nn", "testing")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -94,10 +94,13 @@ class _Map(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.numbers = inputs[1:]
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(output)
 
     @staticmethod
-    def backward(ctx: Any, dw: Tensor) -> Any:
+    def backward(ctx: Any, dw: Tensor | None) -> Any:
+        if dw is None:
+            return (None,) * (1 + len(ctx.numbers))
         (w,) = ctx.saved_tensors
         if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             ds = _MapBackward.apply(dw, w, *ctx.numbers)
