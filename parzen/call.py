@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,13 @@ def check_scale(scale: Number, tensors: bool = True) -> None:
     kernels.check("scale = 1/h²", scale, LEAST, LARGEST, "finite and > 0 in float32", tensors)
 
 
+_FLAGS = (bool, np.bool_, torch.SymBool)
+
+
 def check_flags(**flags: object) -> None:
     """Raise unless every flag is True or False."""
     for name, flag in flags.items():
-        if not isinstance(flag, bool | np.bool_ | torch.SymBool):
+        if not isinstance(flag, _FLAGS):
             raise TypeError(f"{name} must be True or False, got {flag!r}")
 
 
@@ -77,13 +81,14 @@ def check_tensor(name: str, x: object) -> None:
 
 def check_together(**tensors: object) -> None:
     """Raise unless all tensors are on the device of the first, without tangents of forward mode."""
-    given = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
-    first = next(iter(given))
-    for name, x in given.items():
-        if x.device != given[first].device:
-            raise ValueError(
-                f"{name} is on {x.device} and {first} on {given[first].device}: move one of them"
-            )
+    first, device = "", None
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            continue
+        if device is None:
+            first, device = name, x.device
+        if x.device != device:
+            raise ValueError(f"{name} is on {x.device} and {first} on {device}: move one of them")
         # Of nested transforms only the innermost shows: a wrapped tensor may carry a tangent further in.
         if forward_ad._current_level >= 0 and (
             torch._C._functorch.is_functorch_wrapped_tensor(x)
@@ -93,12 +98,6 @@ def check_together(**tensors: object) -> None:
                 f"{name} has a tangent, and parzen has no forward-mode derivatives: use torch.func.jacrev, "
                 "vjp or torch.autograd.functional.jvp, which take reverse mode"
             )
-
-
-def _per_head(kernel: Kernel) -> Kernel:
-    """A one-dimensional tensor parameter (H,) as (H, 1), ready to broadcast to (B, H, T)."""
-    learned = kernel.learned
-    return kernel if learned is None or learned[1].ndim != 1 else kernel.at(learned[1][:, None])
 
 
 def _four(x: Tensor, lead: tuple[int, ...], tail: int, name: str) -> Tensor:
@@ -138,8 +137,7 @@ def make(
     alibi_slopes: Tensor | None,
 ) -> tuple[Call, tuple[int, ...]]:
     """The call in four dimensions, and the (…, H) axes of the result."""
-    named = {"query": query, "key": key, "value": value}
-    for name, x in named.items():
+    for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
         if x.ndim < 2:
             raise ValueError(f"{name} must be (…, H, length, size), got shape {tuple(x.shape)}")
@@ -149,20 +147,27 @@ def make(
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(f"key and value lengths differ: {key.shape[-2]} and {value.shape[-2]}")
 
+    # What nearly every call has, one dtype and one batch, is compared first: torch's functions cost more
+    # than a small call takes.
+    dtype = query.dtype
+    if not dtype == key.dtype == value.dtype:
+        dtypes = query.dtype, key.dtype, value.dtype
+        try:
+            dtype = reduce(torch.promote_types, dtypes)
+        except RuntimeError as error:
+            found = ", ".join(map(str, dtypes))
+            raise TypeError(f"query, key and value have no common dtype, convert them: {found}") from error
     device = query.device.type
-    try:
-        dtype = torch.promote_types(torch.promote_types(query.dtype, key.dtype), value.dtype)
-    except RuntimeError as error:
-        dtypes = ", ".join(str(x.dtype) for x in named.values())
-        raise TypeError(f"query, key and value have no common dtype, convert them: {dtypes}") from error
     available = torch.amp.is_autocast_available(device)
     if available and torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    batches = [x.shape[:-3] for x in named.values()]
-    try:
-        batch = torch.broadcast_shapes(*batches)
-    except RuntimeError as error:
-        raise ValueError(f"leading axes do not broadcast: {[tuple(b) for b in batches]}") from error
+    batch, *batches = query.shape[:-3], key.shape[:-3], value.shape[:-3]
+    if not batch == batches[0] == batches[1]:
+        try:
+            batch = torch.broadcast_shapes(batch, *batches)
+        except RuntimeError as error:
+            shapes = [tuple(b) for b in (batch, *batches)]
+            raise ValueError(f"leading axes do not broadcast: {shapes}") from error
     heads, key_heads = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key))
     value_heads = value.shape[-3] if value.ndim > 2 else 1
     if key_heads != value_heads:
@@ -175,14 +180,13 @@ def make(
             raise ValueError(f"query has {heads} heads and key {key_heads}: they {hint}")
 
     def four(x: Tensor, h: int) -> Tensor:
-        x = x.to(dtype)
-        x = x[(None,) * max(0, 3 - x.ndim)]
+        x = x if x.dtype == dtype else x.to(dtype)
         x = x.expand(*batch, h, *x.shape[-2:]) if x.shape[:-2] != (*batch, h) else x
         return x[None] if not batch else x if len(batch) == 1 else x.flatten(0, len(batch) - 1)
 
     q, k, v = four(query, heads), four(key, key_heads), four(value, key_heads)
     rows, columns = q.shape[2], k.shape[2]
-    lead = (*batch, heads) if max(x.ndim for x in named.values()) > 2 else ()
+    lead = (*batch, heads) if max(query.ndim, key.ndim, value.ndim) > 2 else ()
 
     dropout_p, scale = plain(dropout_p), plain(scale)
     kernels.check("dropout_p", dropout_p, 0, 1, "in [0, 1]", tensors=False)
@@ -194,23 +198,29 @@ def make(
     def per_row(x: Number, name: str) -> Number:
         if not isinstance(x, Tensor):
             return x
+        if x.ndim == 1 and name != "scale":
+            x = x[:, None]  # of a kernel's parameter, one number per head
         fits(x, (*batch_or_one, heads, rows), name, "(…, H, T)")
         return _four(x, batch_or_one, 2, name)
 
     scale = per_row(scale, "scale")
-    chosen = _per_head(kernels.kernel(kernel))
+    chosen = kernels.kernel(kernel)
     form = lower(chosen, scale)
+    if isinstance(form.r, Tensor) or isinstance(form.level, Tensor):
+        form = replace(form, r=per_row(form.r, "alpha"), level=per_row(form.level, "margin"))
     mask, bias, causal, lower_right = _masks(attn_mask, is_causal, rows, columns)
     check_together(
-        **named, attn_mask=mask if bias is None else bias, scale=scale, alibi_slopes=alibi_slopes,
-        alpha=form.r, margin=form.level,
+        query=query, key=key, value=value, attn_mask=mask if bias is None else bias, scale=scale,
+        alibi_slopes=alibi_slopes, alpha=form.r, margin=form.level,
     )  # fmt: skip
-    form = replace(form, r=per_row(form.r, "alpha"), level=per_row(form.level, "margin"))
-    full = (*batch_or_one, heads, rows, columns)
-    for dense in (mask, bias):
-        fits(dense, full, "attn_mask", "(…, H, T, S)")
-    mask = None if mask is None else _four(mask, batch_or_one, 3, "attn_mask")
-    bias = None if bias is None else _four(bias, batch_or_one, 3, "attn_mask")
+
+    def dense(x: Tensor | None) -> Tensor | None:
+        if x is None:
+            return None
+        fits(x, (*batch_or_one, heads, rows, columns), "attn_mask", "(…, H, T, S)")
+        return _four(x, batch_or_one, 3, "attn_mask")
+
+    mask, bias = dense(mask), dense(bias)
 
     left, right = (-1, -1) if window is None else check_window(window)
     if causal:

@@ -20,7 +20,7 @@ _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
 def why_not(call: Call) -> str | None:
     """A sentence for everything but the dense Gaussian in the forms that torch takes."""
     if call.form.rule != EVERYWHERE:
-        return f"scaled_dot_product_attention is the dense Gaussian; {call.kernel} has compact support"
+        return "scaled_dot_product_attention is the dense Gaussian; this kernel has compact support"
     if call.q.dtype.itemsize == 1:
         return f"scaled_dot_product_attention does not compute in {call.q.dtype}"
     if call.slopes is not None:
@@ -101,7 +101,8 @@ def run(call: Call) -> Tensor:
     causal = call.right == 0 and not _lower_right(call)
     k, v = (per_query_head(x, q.shape[1]) for x in (k, v))
     # The choice of kernel and the additive form of a mask are as inside scaled_dot_product_attention.
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and q.device.type == "cpu":
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if learns and q.device.type == "cpu" and not torch.compiler.is_compiling():
         if torch._fused_sdp_choice(q, k, v, mask, call.dropout, causal, scale=scale) == _FLASH:
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
