@@ -11,10 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parzen import kernels
 from parzen.attention import weights
+from parzen.backends import output
+from parzen.backends.output import best_sums
 from parzen.backends.reference import compute_dtype
 from parzen.call import check_tensor, check_together, fits, forbid
 from parzen.kernels import Kernel, Number, lower, plain, readable
@@ -62,22 +65,19 @@ def best_loss(p: Tensor, at: Tensor, a: Number) -> Tensor:
 
     The loss of any other class is L(z; y) = L(z; m) + (z_m − z_y).
     """
-    largest = p.gather(-1, at)
-    rest = p.scatter(-1, at, 0)
-    others = rest.sum(-1, keepdim=True)
+    return _from_sums(*best_sums(p, at, a), a)
+
+
+def _from_sums(largest: Tensor, others: Tensor, powers: Tensor, a: Number) -> Tensor:
     if isinstance(a, Tensor):
-        powers = rest ** (1 + a)
         logs = torch.log(largest)
         far = torch.where(a == 0, -logs, -torch.expm1(a * logs) / torch.where(a == 0, 1, a))
     else:
-        powers = (
-            rest * rest if a == 1 else rest * rest.sqrt() if a == 0.5 else rest if a == 0 else rest ** (1 + a)
-        )
         far = -torch.expm1(a * torch.log(largest)) / a if a else -torch.log(largest)
     near = others <= _NEAR
     beyond = torch.where(near, _remainder(torch.where(near, others, 0), a), far - others)
     distance = others + beyond
-    return (powers.sum(-1, keepdim=True) + a * others * distance + beyond) / (1 + a)
+    return (powers + a * others * distance + beyond) / (1 + a)
 
 
 def _entropy_slope(p: Tensor, a: Number) -> Tensor:
@@ -280,6 +280,133 @@ def fenchel_young(
     if numbers:
         loss = torch.where(counted, loss, 0)
     return _reduce(loss.squeeze(-1), total, reduction, out)
+
+
+class _Given(torch.autograd.Function):
+    """``value`` with the gradients of mass·carrier − linear."""
+
+    @staticmethod
+    def forward(value: Tensor, carrier: Tensor, mass: Tensor, linear: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (mass,) = ctx.saved_tensors
+        return None, g * mass, None, -g
+
+
+def linear_fenchel_young(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    kernel: str | Kernel = "biweight",
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``fenchel_young(F.linear(hidden, weight, bias), target)`` without the rows × classes matrix.
+
+    p = weights(W h + b) is attention of h over the rows of W, and ∇_h L = Σ_j p_j W_j − W_y. With a compact
+    kernel on a CPU only the classes that have weight are kept, and time follows their number; elsewhere (the
+    Gaussian, flat rows, other devices) rows are computed some at a time, and again in backward.
+
+    Args:
+        hidden: (…, D), floating.
+        weight: (V, D), the rows of the output layer. Gradients for it, ``hidden`` and ``bias``.
+        target: (…), class numbers.
+        bias: (V,).
+        kernel: as for ``fenchel_young``, but α is a number.
+        class_weight: (V,), a factor for each class: the ``weight`` of ``fenchel_young``.
+        ignore_index, reduction, label_smoothing: as for ``fenchel_young``.
+
+    Returns:
+        A number, or (…) with ``reduction="none"``; float32 under autocast, which sets the dtype of hidden and
+        weight as for ``F.linear``. A second derivative makes the matrix.
+
+    Raises:
+        ValueError, TypeError: shapes, classes or options that do not fit, a kernel without such a loss, or
+            with α as a tensor.
+    """
+    label_smoothing, ignore_index = _check_options(reduction, label_smoothing, ignore_index)
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias), ("class_weight", class_weight)):
+        if x is not None:
+            check_tensor(name, x)
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.dtype == torch.bool:
+        raise TypeError(
+            "target must be a tensor of class numbers: for class probabilities call "
+            "fenchel_young(F.linear(hidden, weight, bias), target)"
+        )
+    if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be (…, D) and weight (V, D), got {tuple(hidden.shape)} and {tuple(weight.shape)}"
+        )
+    classes, width = weight.shape
+    if target.shape != hidden.shape[:-1]:
+        raise ValueError(f"target must have shape {tuple(hidden.shape[:-1])}, got {tuple(target.shape)}")
+    for name, x in (("bias", bias), ("class_weight", class_weight)):
+        if x is not None and tuple(x.shape) != (classes,):
+            raise ValueError(f"{name} must have shape ({classes},), got {tuple(x.shape)}")
+    chosen = kernels.kernel(kernel)
+    if chosen.learned is not None:
+        raise ValueError(
+            f"{chosen}: α must be a number here; for a tensor call "
+            "fenchel_young(F.linear(hidden, weight, bias), target, kernel)"
+        )
+    a = excess(chosen)
+    check_together(hidden=hidden, weight=weight, target=target, bias=bias, class_weight=class_weight)
+    if torch._C._are_functorch_transforms_active():
+        flat = F.linear(hidden, weight, bias).flatten(0, -2)
+        loss = fenchel_young(
+            flat, target.flatten(), chosen, weight=class_weight, ignore_index=ignore_index,
+            reduction=reduction, label_smoothing=label_smoothing,
+        )  # fmt: skip
+        return loss.view(target.shape) if reduction == "none" else loss
+
+    device = hidden.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    if autocast and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    wide = compute_dtype(dtype)
+    out = wide if autocast else dtype
+    h, w = hidden.to(dtype).reshape(-1, width), weight.to(dtype)
+    b = None if bias is None else bias.to(dtype)
+    with torch.autocast(device, enabled=False):
+        carrier, sums, top, at = output.run(h, w, b, lower(chosen, 1.0))
+
+        y = target.flatten()
+        valid = y != ignore_index
+        _check_classes(y, valid, classes)
+        y = torch.where(valid, y, 0).long()
+        class_weight = None if class_weight is None else class_weight.detach().to(wide)
+        factor = torch.ones_like(y, dtype=wide) if class_weight is None else class_weight[y]
+        factor = torch.where(valid, factor, 0)[:, None]
+        own = (h.to(wide) * F.embedding(y, w).to(wide)).sum(-1, keepdim=True)
+        if b is not None:
+            own = own + b.to(wide)[y, None]
+        mass = factor * (1 - label_smoothing)
+        # Another order of summing may place the best class above itself.
+        behind = torch.where(at == y[:, None], 0, (top - own.detach()).clamp_min(0))
+        gap, linear = mass * behind, mass * own
+        if label_smoothing:
+            share = torch.full_like(w[:, 0], label_smoothing / classes, dtype=wide)
+            share = share if class_weight is None else share * class_weight
+            mean = (h.to(wide) @ (share @ w.to(wide)))[:, None]
+            if b is not None:
+                mean = mean + share @ b.to(wide)
+            mass = mass + share.sum()
+            gap, linear = gap + (share.sum() * top - mean.detach()).clamp_min(0), linear + mean
+        mass, gap, linear = (torch.where(valid[:, None], x, 0) for x in (mass, gap, linear))
+        loss = _Given.apply(mass * _from_sums(sums[0], sums[1], sums[2], a) + gap, carrier, mass, linear)
+        loss = torch.where(valid[:, None], loss, 0)
+    return _reduce(loss.view(target.shape), factor.sum(), reduction, out)
 
 
 class FenchelYoungLoss(nn.Module):

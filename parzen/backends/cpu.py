@@ -33,6 +33,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # recomputed in backward. It bounds what forward saves: 8 bytes an entry in float32, and only entries in
 # use become resident.
 PER_ROW = 512
+# Queries of a tile, whose lists follow one another (ROWS of csrc/engine.cpp).
+TILE = 48
 
 
 # ---- the library ---------------------------------------------------------------------------------
@@ -309,3 +311,12 @@ def support(call: Call) -> Tensor:
     if reason is not None:
         raise ValueError(reason)
     return engine.run_forward(*engine.arguments("cpu", call), True)[3]
+
+
+def starts(where: Tensor, count: Tensor) -> Tensor:
+    """Where each row's list begins in ``index`` and ``score``, −1 where it was not kept: (B, H, T)."""
+    count = count.long()
+    before = count.cumsum(-1) - count
+    first = torch.arange(count.shape[-1]) // TILE * TILE
+    tile = where[..., first]
+    return torch.where(tile < 0, -1, tile + before - before[..., first])
