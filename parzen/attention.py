@@ -279,13 +279,17 @@ def weights(
     if form.rule != kernels.THRESHOLD:
         form = replace(form, r=last(form.r, "alpha"), level=last(form.level, "margin"))
     dtype = reference.compute_dtype(scores.dtype)
-    rows = scores.to(dtype).movedim(dim, -1)
+    # Each of these would be a node of the graph, also where it changes nothing.
+    at_end = dim in (-1, scores.ndim - 1)
+    rows = scores if scores.dtype == dtype else scores.to(dtype)
+    rows = rows if at_end else rows.movedim(dim, -1)
     if not isinstance(scale, Tensor) and maps.why_not(rows, form) is None:
         w = maps.run(rows, form, scale, torch.finfo(scores.dtype).min)
     else:
         s = forbid(scores).to(dtype).movedim(dim, -1) * scale
         w, _ = reference.weight_map(s, form)
-    return w.movedim(-1, dim).to(scores.dtype)
+    w = w if at_end else w.movedim(-1, dim)
+    return w if w.dtype == scores.dtype else w.to(scores.dtype)
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,22 @@ class _Map(torch.autograd.Function):
         return _Map.apply(s.movedim(in_dims[0], 0), *numbers), 0
 
 
+class _Eager(torch.autograd.Function):
+    """The same at a third of the cost of a call, outside torch's transforms and compiler."""
+
+    @staticmethod
+    def forward(ctx: Any, s: Tensor, numbers: tuple[Any, ...]) -> Tensor:
+        w = torch.ops.parzen.cpu_weights(s, *numbers)
+        ctx.numbers = numbers
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(w)
+        return w
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor | None) -> Any:
+        return _Map.backward(ctx, dw)[0], None
+
+
 class _MapBackward(torch.autograd.Function):
     """The gradient of the scores, itself differentiable in dw and w: derivatives of any order."""
 
@@ -167,6 +183,8 @@ def run(s: Tensor, form: Form, scale: float, least: float) -> Tensor:
         least: −∞, or the most negative number of the dtype that the scores came in.
     """
     numbers = (form.profile, form.rule, form.k, float(scale), float(form.level), float(form.r), least)
-    if (torch.is_grad_enabled() and s.requires_grad) or torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         return _Map.apply(s, *numbers)
+    if s.requires_grad and torch.is_grad_enabled():
+        return _Eager.apply(s, numbers)
     return torch.ops.parzen.cpu_weights(s, *numbers)

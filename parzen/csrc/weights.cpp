@@ -18,6 +18,110 @@ struct Task {
 
 INLINE int64_t rows_together(int64_t n) { return larger(1, smaller(MOST_ROWS, 32768 / larger(1, n))); }
 
+// log x for normal x > 0 by a polynomial, without a division (Cephes).
+INLINE V<float> logarithm_of(V<float> x) {
+  const U<float> ix = (U<float>)x;
+  const I<float> e = (I<float>)(ix - 0x3f3504f3u) >> 23;
+  const V<float> m = (V<float>)(ix - ((U<float>)e << 23)) - 1, m2 = m * m, n = __builtin_convertvector(e, V<float>);
+  V<float> p = splat(7.0376836292e-2f);
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                  2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+    p = fma<float>(p, m, splat(c));
+  p = fma<float>(p * m, m2, fma<float>(n, splat(-2.12194440e-4f), m2 * -0.5f));
+  return fma<float>(n, splat(0.693359375f), m + p);
+}
+INLINE V<double> logarithm_of(V<double> x) { return logarithm<double>(x); }
+
+// 1/y to rounding or so for y in a row's range.
+INLINE V<float> reciprocal(V<float> y) {
+#if defined(__AVX512F__)
+  const V<float> x = (V<float>)_mm512_rcp14_ps((__m512)y);
+  return fma<float>(x, 1 - x * y, x);
+#else
+  return 1 / y;
+#endif
+}
+INLINE V<double> reciprocal(V<double> y) { return 1 / y; }
+
+// yʳ and yʳ⁻¹ of y = 1 + u, 0 where y ≤ 0 and NaN where it is.
+template <class T>
+INLINE void any_power(V<T> u, V<T> r, V<T>& phi, V<T>& slope) {
+  const V<T> y = 1 + u;
+  const I<T> on = ~(y <= 0);
+  // A y of NaN, or one too small for its reciprocal, must not spoil the sums.
+  const V<T> inverse = reciprocal(select<T>(y > EPSILON<T>, y, splat(EPSILON<T>)));
+  const V<T> power = exponential(r * fma<T>(u - (y - 1), inverse, logarithm_of(y)));
+  phi = select<T>(on, y == y ? power : y, V<T>{});
+  slope = phi * inverse;
+}
+
+// The power below any other one: its σ is a lower bound, as (1 + u/r)ʳ grows with r, and costs no logarithms.
+template <class T>
+T solve_below(const T* score, int64_t n, T m, T sigma, T r, int steps) {
+  if (r < 2) return solve<POWER_1, T>(score, n, m, sigma, 1, steps);
+  if (r < 3) return solve<POWER_2, T>(score, n, m, sigma, 2, steps);
+  return solve<POWER_3, T>(score, n, m, sigma, 3, steps);
+}
+
+// σ of any power: from between those of two powers without logarithms (the last of them is exp), by Newton's
+// method on ‖y‖ᵣ. From the right the first step may go back; the norm is almost linear in σ.
+template <class T>
+T solve_between(const T* score, int64_t n, T m, T start, T r) {
+  const T low = solve_below(score, n, m, start, r, 100);
+  T high = low, x = 0;
+  const V<T> vm = splat(m), vr = splat(r), vc = 1 / vr;
+  if (r < 2) {
+    high = solve<POWER_2, T>(score, n, m, low, 2, 100), x = (1 - 1 / r) * 2;
+  } else if (r < 3) {
+    high = solve<POWER_3, T>(score, n, m, low, 3, 100), x = (T(0.5) - 1 / r) * 6;
+  } else {
+    V<T> mass = {};
+    for (int64_t l = 0; l < n; l += LANES<T>) mass += exponential(load(score + l) - vm);
+    high = (T)log((double)sum<T>(mass)), x = 1 - 3 / r;
+  }
+  T sigma = low + x * (high - low);
+  // What a step leaves is its square, but for r < 2 where keys at the threshold count to first order.
+  const T last = r < T(1.25) ? 2 * EPSILON<T> : sizeof(T) == 8 ? T(4e-9) : r < 2 ? T(1e-5) : T(5e-4);
+  for (int steps = 100; steps; steps--) {
+    V<T> mass = {}, slope = {};
+    const V<T> vs = splat(sigma);
+    for (int64_t l = 0; l < n; l += LANES<T>) {
+      V<T> phi, rise;
+      any_power<T>(((load(score + l) - vm) - vs) * vc, vr, phi, rise);
+      mass += phi;
+      slope += rise;
+    }
+    const double a = sum<T>(mass), u = log(a) / r;
+    // 1 − exp(−u), whose digits a small u keeps.
+    double gap = 0;
+    if (u < 0.1 && u > -0.1) {
+      for (int k = sizeof(T) == 4 ? 6 : 11; k; k--) gap = (1 - gap) * u / k;
+    } else {
+      gap = -expm1(-u);
+    }
+    T step = (T)(r * gap * a / (double)sum<T>(slope));
+    // Never to the left of the bound, where Newton's steps go right.
+    if (!(sigma + step > low)) step = low - sigma;
+    const T size = step < 0 ? -step : step;
+    // Also the way out for NaN.
+    if (!(size > last * (1 + sigma))) return step == step ? sigma + step : sigma;
+    sigma += step;
+  }
+  return sigma;
+}
+
+// Raises the cut by that bound and drops what is below.
+template <class T>
+void tighten_below(Row<T>& row, int steps) {
+  pad(row.score, row.index, row.n);
+  const T bound = unit_mass_cut(row.m, solve_below(row.score, row.n, row.m, start_sigma(row), row.r, steps), row.r);
+  if (bound > row.cut) row.cut = bound;
+  const int64_t before = row.n;
+  drop(row);
+  const int64_t growth = row.n * 8 > before * 7 ? 3 * row.n : row.n / 2;
+  row.trigger = row.n + (growth > 32 ? growth : 32);
+}
+
 // The candidates of one row; false where it has NaN or +∞.
 template <Kind K, class T>
 bool collect(const Args& rules, const WeightMap& A, const T* s, Row<T>& row) {
@@ -48,10 +152,63 @@ bool collect(const Args& rules, const WeightMap& A, const T* s, Row<T>& row) {
     for (int c = 0; c < BLOCK; c++)
       if (const uint32_t bits = above<T>(x[c], cut))
         row.n = append<T>(x[c], (int32_t)(j + c * L), bits, row.score, row.index, row.n);
-    if (row.n >= row.trigger) tighten<K, T>(rules, row);
+    if (row.n >= row.trigger) {
+      if (K == POWER_ANY && rules.rule == UNIT_MASS) tighten_below(row, 1);
+      else tighten<K, T>(rules, row);
+    }
   }
   drop(row);
   return true;
+}
+
+// A row under unit mass that fits a few vectors: no lists. False where it has NaN or +∞.
+template <Kind K, class T>
+bool short_row(const WeightMap& A, const T* s, T* w, T r) {
+  constexpr int64_t L = LANES<T>, MOST_VECTORS = SHORT / L;
+  const V<T> scale = splat((T)A.scale), least = splat((T)A.least), none = splat<T>(-INFINITY);
+  const int64_t vectors = tiles_of(A.n, L);
+  V<T> z[MOST_VECTORS], top = none;
+  I<T> good = ~I<T>{};
+  for (int64_t c = 0; c < vectors; c++) {
+    V<T> raw = none;
+    if ((c + 1) * L <= A.n) raw = load(s + c * L);
+    else memcpy(&raw, s + c * L, (A.n - c * L) * sizeof(T));
+    z[c] = select<T>(raw <= least, none, raw * scale);
+    good &= z[c] < INFINITY;
+    top = maximum<T>(z[c], top);
+  }
+  if (inside<T>(~good)) return false;
+  const T m = largest<T>(top);
+  if (m == -INFINITY) {
+    memset(w, 0, A.n * sizeof(T));
+    return true;
+  }
+  const T sigma = K == POWER_ANY ? solve_between<T>((const T*)z, vectors * L, m, 0, r)
+                                 : solve<K, T>((const T*)z, vectors * L, m, 0, r, 100);
+  const Shape<K, T> shape({m, m, sigma, r, 1}, r, true);
+  V<T> total = {};
+  for (int64_t c = 0; c < vectors; c++) {
+    V<T> phi, slope;
+    if constexpr (K == POWER_ANY) {
+      any_power<T>(shape.t(z[c]) * (1 / shape.r), shape.r, phi, slope);
+    } else {
+      shape.raw(z[c], phi, slope);
+      phi = select<T>(shape.on(z[c]), phi, V<T>{});
+    }
+    total += z[c] = phi;
+  }
+  const V<T> inverse = splat(1 / sum<T>(total));
+  for (int64_t c = 0; c < vectors; c++) {
+    const V<T> p = z[c] * inverse;
+    if ((c + 1) * L <= A.n) store(w + c * L, p);
+    else memcpy(w + c * L, &p, (A.n - c * L) * sizeof(T));
+  }
+  return true;
+}
+
+template <class T>
+void bad_row(const WeightMap& A, const T* s, T* w) {
+  for (int64_t j = 0; j < A.n; j++) w[j] = s[j] <= (T)A.least || s[j] * (T)A.scale == -INFINITY ? 0 : (T)NAN;
 }
 
 template <Kind K, class T>
@@ -62,6 +219,15 @@ void forward_item(const void* data, int64_t number, char* scratch) {
   Row<T> rows[MOST_ROWS];
   T sigma[MOST_ROWS] = {};
   bool good[MOST_ROWS];
+  if constexpr (K >= POWER_1)
+    if (A.rule == UNIT_MASS && A.n <= SHORT) {
+      for (int64_t i = first; i < first + count; i++) {
+        const T* s = (const T*)A.in + i * A.n;
+        T* w = (T*)A.out + i * A.n;
+        if (!short_row<K, T>(A, s, w, (T)A.r)) bad_row(A, s, w);
+      }
+      return;
+    }
   Pieces pieces{scratch};
   for (int64_t i = 0; i < count; i++) {
     Row<T>& row = rows[i];
@@ -73,14 +239,18 @@ void forward_item(const void* data, int64_t number, char* scratch) {
     good[i] = collect<K, T>(task.rules, A, (const T*)A.in + (first + i) * A.n, row);
     if (!good[i]) row.n = 0;
   }
-  if constexpr (K >= POWER_1)
+  if constexpr (K == POWER_ANY) {
+    if (A.rule == UNIT_MASS)
+      for (int64_t i = 0; i < count; i++)
+        if (Row<T>& row = rows[i]; row.n) sigma[i] = solve_between(row.score, row.n, row.m, start_sigma(row), row.r);
+  } else if constexpr (K >= POWER_1) {
     if (A.rule == UNIT_MASS) unit_mass<K, T>(rows, count, sigma);
+  }
   for (int64_t i = 0; i < count; i++) {
     Row<T>& row = rows[i];
     T* w = (T*)A.out + (first + i) * A.n;
     if (!good[i]) {
-      const T* s = (const T*)A.in + (first + i) * A.n;
-      for (int64_t j = 0; j < A.n; j++) w[j] = s[j] <= (T)A.least || s[j] * (T)A.scale == -INFINITY ? 0 : (T)NAN;
+      bad_row(A, (const T*)A.in + (first + i) * A.n, w);
       continue;
     }
     const Stats<T> stats = finish<K, T>(task.rules, row, sigma[i]);
@@ -89,26 +259,63 @@ void forward_item(const void* data, int64_t number, char* scratch) {
   }
 }
 
-// a of ds = a·(dw − μ), from the weight: w^{(r−1)/r}; w itself for exp.
+INLINE V<float> square_root(V<float> x) {
+#if defined(__AVX512F__)
+  return (V<float>)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+  return (V<float>)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE2__)
+  return (V<float>)_mm_sqrt_ps((__m128)x);
+#else
+  for (int l = 0; l < LANES<float>; l++) x[l] = sqrtf(x[l]);
+  return x;
+#endif
+}
+INLINE V<double> square_root(V<double> x) {
+#if defined(__AVX512F__)
+  return (V<double>)_mm512_sqrt_pd((__m512d)x);
+#elif defined(__AVX2__)
+  return (V<double>)_mm256_sqrt_pd((__m256d)x);
+#else
+  for (int l = 0; l < LANES<double>; l++) x[l] = sqrt(x[l]);
+  return x;
+#endif
+}
+// a^{2/3} for normal a > 0: a guess from the exponent and two of Halley's steps.
+INLINE V<float> two_thirds(V<float> a) {
+  const V<float> bits = __builtin_convertvector((I<float>)a, V<float>);
+  V<float> x = (V<float>)(__builtin_convertvector(bits * (1.0f / 3), I<float>) + 709921077);
+  for (int step = 0; step < 2; step++) {
+    const V<float> x3 = x * x * x;
+    x = x * ((x3 + 2 * a) / (2 * x3 + a));
+  }
+  return x * x;
+}
+INLINE V<double> two_thirds(V<double> a) { return exponential(logarithm<double>(a) * (2.0 / 3)); }
+
+// a of ds = a·(dw − μ), from a weight > 0 or NaN: w^{(r−1)/r}; w itself for exp.
 template <Kind K, class T>
 INLINE V<T> steep(V<T> w, T power) {
   if constexpr (K == GAUSS) return w;
   if constexpr (K == POWER_1) return w == w ? V<T>{} + 1 : w;
-  if constexpr (K == POWER_2) {
-    for (int l = 0; l < LANES<T>; l++) w[l] = sizeof(T) == 4 ? (T)sqrtf((float)w[l]) : (T)sqrt((double)w[l]);
-    return w;
-  }
+  if constexpr (K == POWER_2) return square_root(w);
   const T normal = sizeof(T) == 4 ? T(1.1754944e-38) : T(2.2250738585072014e-308);
-  const V<T> a = exponential(power * logarithm<T>(w < normal ? splat(normal) : w));
+  const V<T> x = w < normal ? splat(normal) : w;
+  const V<T> a = K == POWER_3 ? two_thirds(x) : exponential(power * logarithm_of(x));
   return w == w ? a : w;
 }
 
+// Whether `a` is dear enough to be kept between the two passes over a row.
+template <Kind K>
+constexpr bool keeps_steep = K >= POWER_2;
+
 template <Kind K, class T>
-void backward_item(const void* data, int64_t number, char*) {
+void backward_item(const void* data, int64_t number, char* scratch) {
   const Task& task = *(const Task*)data;
   const WeightMap& A = task.A;
   constexpr int64_t L = LANES<T>;
   const T power = (T)(1 - 1 / A.r);
+  T* kept = (T*)scratch;
   for (int64_t i = number * task.together; i < smaller((number + 1) * task.together, A.rows); i++) {
     const T *w = (const T*)A.in + i * A.n, *dw = (const T*)A.dout + i * A.n;
     T* ds = (T*)A.out + i * A.n;
@@ -128,6 +335,7 @@ void backward_item(const void* data, int64_t number, char*) {
       if (!above<T>(p, V<T>{})) continue;
       const I<T> on = ~(p <= 0);
       const V<T> a = select<T>(on, steep<K, T>(p, power), V<T>{});
+      if constexpr (keeps_steep<K>) store(kept + j, a);
       total += a;
       product += select<T>(on, a * some(dw, j), V<T>{});
     }
@@ -137,8 +345,10 @@ void backward_item(const void* data, int64_t number, char*) {
       const V<T> p = some(w, j);
       V<T> g = {};
       if (above<T>(p, V<T>{})) {
-        g = steep<K, T>(p, power) * (some(dw, j) - mu) * scale;
-        g = select<T>(~(p <= 0), g, V<T>{});
+        V<T> a;
+        if constexpr (keeps_steep<K>) a = load(kept + j);
+        else a = steep<K, T>(p, power);
+        g = select<T>(~(p <= 0), a * (some(dw, j) - mu) * scale, V<T>{});
       }
       if (j + L <= A.n) store(ds + j, g);
       else memcpy(ds + j, &g, (A.n - j) * sizeof(T));
@@ -155,7 +365,8 @@ int32_t run_type(const WeightMap& A, bool back) {
   job.item = back ? backward_item<K, T> : forward_item<K, T>;
   job.data = &task;
   job.items = tiles_of(A.rows, task.together);
-  job.scratch = back ? 64 : task.together * ((A.n + 2 * LANES<T>) * (int64_t)(2 * sizeof(T) + 4) + 192);
+  job.scratch = back ? (A.n + LANES<T>) * (int64_t)sizeof(T)
+                     : task.together * ((A.n + 2 * LANES<T>) * (int64_t)(2 * sizeof(T) + 4) + 192);
   return run(A, job);
 }
 template <Kind K>
