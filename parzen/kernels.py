@@ -48,6 +48,16 @@ class _ByValue:
         return hash(self._key())
 
 
+def eager() -> bool:
+    """Whether torch works on plain tensors at once: it compiles, traces, intercepts and maps nothing."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
+
+
 def readable(value: Tensor) -> bool:
     """Whether looking at the values is free: not traced, not mapped, not on another device."""
     return (

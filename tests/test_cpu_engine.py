@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import parzen
-from parzen.backends import BACKENDS, Call, cpu, reference
+from parzen.backends import BACKENDS, Call, cpu, engine, reference
 from parzen.kernels import lower
 from parzen.testing import check_kernel, witness
 
@@ -745,3 +746,30 @@ def test_the_scale_is_not_lost_in_a_product_that_it_brings_back():
         torch.tensor([[1e30]]), k, torch.eye(2), scale=1e9, kernel="biweight", backend="cpu"
     )
     assert_close(out, torch.tensor([[0.0, 1.0]]))
+
+
+def test_negated_views_and_subclasses_go_through_torch() -> None:
+    """The engine reads memory: a pending minus sign, or a subclass, is for torch's dispatcher."""
+    torch.manual_seed(0)
+    k = torch.randn(2, 2, 5, 16, dtype=torch.complex64).conj().imag
+    q, v = torch.randn(2, 2, 3, 16), torch.randn(2, 2, 5, 16)
+    assert k.is_neg()
+    assert engine.plain((q, v, None))
+    assert not engine.plain((q, k))
+    expected = parzen.attention(q, k.resolve_neg(), v, kernel="biweight", backend="cpu")
+    assert_close(parzen.attention(q, k, v, kernel="biweight", backend="cpu"), expected, rtol=0, atol=0)
+
+    class Counted(torch.Tensor):
+        calls: ClassVar[list[str]] = []
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.calls.append(str(func))
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
+
+    parzen.attention(q.as_subclass(Counted), k.resolve_neg(), v, kernel="biweight", backend="cpu")
+    assert any("cpu_forward" in call for call in Counted.calls)
+    with torch.profiler.profile() as profile:
+        parzen.attention(q, k.resolve_neg(), v, kernel="biweight", backend="cpu")
+    assert any("cpu_forward" in event.key for event in profile.key_averages())

@@ -147,7 +147,7 @@ def _view(x: Tensor | None) -> tuple[int, ...]:
     if x is None:
         return _NO_VIEW
     strides = [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
-    return (x.data_ptr(), *strides, *[0] * (4 - len(strides)))
+    return (x.data_ptr(), *strides, *_NO_VIEW[1 + len(strides) :])
 
 
 def _address(x: Tensor | None) -> int:
@@ -156,19 +156,20 @@ def _address(x: Tensor | None) -> int:
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x in ``dtype`` with unit stride and a multiple of 16 columns along the last axis."""
-    x = x.to(dtype)
+    x = _as(x, dtype)
     if x.shape[-1] % 16:
         return F.pad(x, (0, -x.shape[-1] % 16))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _as(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if x is None else x.to(dtype)
+def _as(x: Any, dtype: torch.dtype) -> Any:
+    # A to() without work would take a small call a tenth longer.
+    return x if x is None or x.dtype == dtype else x.to(dtype)
 
 
 def _pack(
     inputs: Sequence[Any],
-    numbers: tuple[Any, ...],
+    numbers: Sequence[Any],
     o: Tensor | None,
     saved: tuple[Tensor, ...] | None,
     backward: tuple[int, ...],
@@ -231,19 +232,27 @@ def _prepare(tensors: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _forward(*args: Any) -> tuple[Tensor, ...]:
-    q, _, v = args[:3]
-    numbers, save = args[TENSORS:-1], args[-1]
+    *args, save = args  # type: ignore[assignment]
     saved = _saved(args, save)
-    if 0 in (q.shape[0], q.shape[1], q.shape[2]):
-        return q.new_empty((*q.shape[:3], v.shape[3])), *saved
+    return _output(args, saved if save else None), *saved
+
+
+_NO_BACKWARD = 5 * _NO_VIEW + 8 * (0,)
+
+
+def _output(args: Sequence[Any], saved: tuple[Tensor, ...] | None) -> Tensor:
+    """The output for INPUTS, which fills ``saved`` for backward."""
+    q, _, v = args[:3]
+    shape = q.shape[:3]
+    if 0 in shape:
+        return q.new_empty((*shape, v.shape[3]))
     inputs = _prepare(args[:TENSORS])
-    o = inputs[0].new_empty((*q.shape[:3], inputs[2].shape[3]))
+    o = inputs[0].new_empty((*shape, inputs[2].shape[3]))
     library = _engine()
     assert library is not None
-    no_backward = 5 * _NO_VIEW + 8 * (0,)
-    packed = _pack(inputs, numbers, o, saved if save else None, no_backward)
+    packed = _pack(inputs, args[TENSORS:], o, saved, _NO_BACKWARD)
     _check(library.forward(library.number, packed))
-    return o[..., : v.shape[3]].to(q.dtype), *saved
+    return _as(o if o.shape[3] == v.shape[3] else o[..., : v.shape[3]], q.dtype)
 
 
 def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -299,7 +308,10 @@ def why_not(call: Call) -> str | None:
 
 def run(call: Call) -> Tensor:
     """Attention (B, H, T, Ev), with gradients of every tensor in the call."""
-    return engine.apply(engine.arguments("cpu", call))
+    args = engine.arguments("cpu", call)
+    if engine.learns(args) or not engine.plain(args[:TENSORS]):
+        return engine.apply(args)
+    return _output(args[:TENSORS] + args[TENSORS + 1 :], None)
 
 
 run_varlen = partial(engine.run_varlen, "cpu")

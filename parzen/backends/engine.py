@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parzen.backends import reference
 from parzen.call import Call, packed
-from parzen.kernels import Form, Number
+from parzen.kernels import Form, Number, eager
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? scale_at, "
@@ -52,6 +52,7 @@ def _fake_backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
 
 _library = torch.library.Library("parzen", "FRAGMENT")
+_functions: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
 
 
 def register(
@@ -76,9 +77,10 @@ def register(
     grads = ", ".join(f"Tensor d{x}" for x in ("q", "k", "v", "bias", "slopes", "scale", "level", "r"))
     _library.define(f"{name}_forward({INPUTS}, bool save) -> (Tensor o, {lists})")
     _library.define(f"{name}_backward(Tensor do, {INPUTS}, {lists}, bool[] needs) -> ({grads})")
-    for device in devices:
-        _library.impl(f"{name}_forward", forward, device)
-        _library.impl(f"{name}_backward", backward, device)
+    for operator, function in ((f"{name}_forward", forward), (f"{name}_backward", backward)):
+        _functions[operator] = function
+        for device in devices:
+            _library.impl(operator, function, device)
 
     def fake_forward(*args: Any) -> tuple[Tensor, ...]:
         *inputs, save = args
@@ -130,10 +132,33 @@ def _refuse_packed(args: Sequence[Any]) -> None:
         raise RuntimeError("packed sequences have no vmap rule: pack the samples instead")
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def plain(tensors: Sequence[Any]) -> bool:
+    """Whether all that torch would do with an operator on these tensors is to call its function.
+
+    torch needs longer to hand over an operator's arguments than an engine to serve a small call.
+    """
+    if not eager() or torch.autograd._profiler_enabled():
+        return False
+    return all(x is None or (type(x) in _PLAIN and not x.is_neg()) for x in tensors)
+
+
+def learns(args: Sequence[Any]) -> bool:
+    """Whether one of the tensors wants a gradient."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:TENSORS])
+
+
+def _operator(name: str, tensors: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """An engine's operator, or the function behind it."""
+    return _functions[name] if plain(tensors) else getattr(torch.ops.parzen, name)
+
+
 def run_forward(*args: Any) -> tuple[Tensor, ...]:
     """The engine's forward operator on these arguments."""
-    operator = getattr(torch.ops.parzen, f"{args[TENSORS]}_forward")
-    return operator(*args[:TENSORS], *args[TENSORS + 1 :])
+    tensors = args[:TENSORS]
+    return _operator(f"{args[TENSORS]}_forward", tensors)(*tensors, *args[TENSORS + 1 :])
 
 
 class _Attention(torch.autograd.Function):
@@ -177,8 +202,8 @@ def _gradients(*args: Any) -> tuple[Tensor, ...]:
     """The engine's gradients, each reduced to the shape of its input."""
     tensors, needs = args[5:10], args[-1]
     name = args[1 + TENSORS]
-    backward = getattr(torch.ops.parzen, f"{name}_backward")
-    dq, dk, dv, *rest = backward(*args[: 1 + TENSORS], *args[2 + TENSORS :])
+    given = args[: 1 + TENSORS]
+    dq, dk, dv, *rest = _operator(f"{name}_backward", given)(*given, *args[2 + TENSORS :])
     reduced = []
     for n, (grad, x, need) in enumerate(zip(rest, tensors, needs, strict=True)):
         if need and n == 1:
@@ -314,8 +339,7 @@ def arguments(
 
 def apply(args: tuple[Any, ...]) -> Tensor:
     """The output for these arguments, with gradients where they are wanted."""
-    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:TENSORS])
-    if learns or torch._C._are_functorch_transforms_active():
+    if learns(args) or torch._C._are_functorch_transforms_active():
         return _Attention.apply(*args)[0]
     return run_forward(*args, False)[0]
 
