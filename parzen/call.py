@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import reduce
-from typing import Any
+from functools import lru_cache, reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ from parzen import kernels
 from parzen.kernels import LARGEST, LEAST, UNLIMITED, Form, Kernel, Number, lower, plain
 
 
-@dataclass(frozen=True)
+# Not frozen, which would cost a small call a tenth; nothing writes to it.
+@dataclass(slots=True, eq=False)
 class Call:
     """One attention call after validation: four-dimensional, defaults resolved, numbers only.
 
@@ -123,6 +124,56 @@ def fits(x: Any, shape: tuple[int, ...], name: str, axes: str) -> None:
             raise ValueError(f"{name} must broadcast to {axes} = {shape}, got {tuple(x.shape)}")
 
 
+class _Layout(NamedTuple):
+    """What the shapes of a call say."""
+
+    batch: tuple[int, ...]
+    heads: int
+    key_heads: int
+    lead: tuple[int, ...]  # the (…, H) axes of the result
+
+
+def _layout(query: torch.Size, key: torch.Size, value: torch.Size, enable_gqa: bool) -> _Layout:
+    for name, shape in (("query", query), ("key", key), ("value", value)):
+        if len(shape) < 2:
+            raise ValueError(f"{name} must be (…, H, length, size), got shape {tuple(shape)}")
+    if query[-1] != key[-1]:
+        raise ValueError(f"query and key sizes differ: {query[-1]} and {key[-1]}")
+    if key[-2] != value[-2]:
+        raise ValueError(f"key and value lengths differ: {key[-2]} and {value[-2]}")
+    batches = query[:-3], key[:-3], value[:-3]
+    batch: tuple[int, ...] = batches[0]
+    # torch.broadcast_shapes costs more than a small call takes.
+    if not batch == batches[1] == batches[2]:
+        try:
+            batch = torch.broadcast_shapes(*batches)
+        except RuntimeError as error:
+            raise ValueError(f"leading axes do not broadcast: {[tuple(b) for b in batches]}") from error
+    heads, key_heads, value_heads = (x[-3] if len(x) > 2 else 1 for x in (query, key, value))
+    if key_heads != value_heads:
+        raise ValueError(f"key has {key_heads} heads but value {value_heads}")
+    if heads != key_heads and (not enable_gqa or key_heads == 0 or heads % key_heads):
+        if heads == 1 and not enable_gqa:
+            heads = key_heads
+        elif key_heads != 1 or enable_gqa:
+            hint = "must be a multiple" if enable_gqa else "must agree, or pass enable_gqa=True"
+            raise ValueError(f"query has {heads} heads and key {key_heads}: they {hint}")
+    lead = (*batch, heads) if max(len(query), len(key), len(value)) > 2 else ()
+    return _Layout(tuple(batch), heads, key_heads, lead)
+
+
+def _lowered(kernel: str | Kernel, scale: Number) -> tuple[Kernel, Form]:
+    check_scale(scale)
+    chosen = kernels.kernel(kernel)
+    return chosen, lower(chosen, scale)
+
+
+# Programs repeat calls of few shapes, kernels and scales: what follows from these alone is worked out once.
+# Mistakes are not remembered, they raise again.
+_known_layout = lru_cache(256)(_layout)
+_known_lowered = lru_cache(256)(_lowered)
+
+
 def make(
     query: Tensor,
     key: Tensor,
@@ -139,16 +190,11 @@ def make(
     """The call in four dimensions, and the (…, H) axes of the result."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
-        if x.ndim < 2:
-            raise ValueError(f"{name} must be (…, H, length, size), got shape {tuple(x.shape)}")
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key sizes differ: {query.shape[-1]} and {key.shape[-1]}")
-    if key.shape[-2] != value.shape[-2]:
-        raise ValueError(f"key and value lengths differ: {key.shape[-2]} and {value.shape[-2]}")
+    settled = kernels.eager(query, key, value)
+    layout = _known_layout if settled else _layout
+    batch, heads, key_heads, lead = layout(query.shape, key.shape, value.shape, enable_gqa)
 
-    # What nearly every call has, one dtype and one batch, is compared first: torch's functions cost more
-    # than a small call takes.
     dtype = query.dtype
     if not dtype == key.dtype == value.dtype:
         dtypes = query.dtype, key.dtype, value.dtype
@@ -161,39 +207,24 @@ def make(
     available = torch.amp.is_autocast_available(device)
     if available and torch.is_autocast_enabled(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
-    batch, *batches = query.shape[:-3], key.shape[:-3], value.shape[:-3]
-    if not batch == batches[0] == batches[1]:
-        try:
-            batch = torch.broadcast_shapes(batch, *batches)
-        except RuntimeError as error:
-            shapes = [tuple(b) for b in (batch, *batches)]
-            raise ValueError(f"leading axes do not broadcast: {shapes}") from error
-    heads, key_heads = (x.shape[-3] if x.ndim > 2 else 1 for x in (query, key))
-    value_heads = value.shape[-3] if value.ndim > 2 else 1
-    if key_heads != value_heads:
-        raise ValueError(f"key has {key_heads} heads but value {value_heads}")
-    if heads != key_heads and (not enable_gqa or key_heads == 0 or heads % key_heads):
-        if heads == 1 and not enable_gqa:
-            heads = key_heads
-        elif key_heads != 1 or enable_gqa:
-            hint = "must be a multiple" if enable_gqa else "must agree, or pass enable_gqa=True"
-            raise ValueError(f"query has {heads} heads and key {key_heads}: they {hint}")
 
     def four(x: Tensor, h: int) -> Tensor:
         x = x if x.dtype == dtype else x.to(dtype)
-        x = x.expand(*batch, h, *x.shape[-2:]) if x.shape[:-2] != (*batch, h) else x
+        shape = x.shape
+        x = x.expand(*batch, h, *shape[-2:]) if shape[:-2] != (*batch, h) else x
         return x[None] if not batch else x if len(batch) == 1 else x.flatten(0, len(batch) - 1)
 
     q, k, v = four(query, heads), four(key, key_heads), four(value, key_heads)
-    rows, columns = q.shape[2], k.shape[2]
-    lead = (*batch, heads) if max(query.ndim, key.ndim, value.ndim) > 2 else ()
+    _, _, rows, size = q.shape
+    columns = k.shape[2]
 
     dropout_p, scale = plain(dropout_p), plain(scale)
     kernels.check("dropout_p", dropout_p, 0, 1, "in [0, 1]", tensors=False)
     if scale is None:
-        scale = 1 / math.sqrt(q.shape[3]) if q.shape[3] else 1.0
-    check_scale(scale)
-    batch_or_one = tuple(batch) or (1,)
+        scale = 1 / math.sqrt(size) if size else 1.0
+    lowered = _known_lowered if settled and type(kernel) is str and type(scale) is float else _lowered
+    chosen, form = lowered(kernel, scale)
+    batch_or_one = batch or (1,)
 
     def per_row(x: Number, name: str) -> Number:
         if not isinstance(x, Tensor):
@@ -203,9 +234,9 @@ def make(
         fits(x, (*batch_or_one, heads, rows), name, "(…, H, T)")
         return _four(x, batch_or_one, 2, name)
 
-    scale = per_row(scale, "scale")
-    chosen = kernels.kernel(kernel)
-    form = lower(chosen, scale)
+    if isinstance(scale, Tensor):
+        scale = per_row(scale, "scale")
+        form = lower(chosen, scale)
     if isinstance(form.r, Tensor) or isinstance(form.level, Tensor):
         form = replace(form, r=per_row(form.r, "alpha"), level=per_row(form.level, "margin"))
     mask, bias, causal, lower_right = _masks(attn_mask, is_causal, rows, columns)

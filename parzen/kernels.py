@@ -48,14 +48,22 @@ class _ByValue:
         return hash(self._key())
 
 
-def eager() -> bool:
-    """Whether torch works on plain tensors at once: it compiles, traces, intercepts and maps nothing."""
-    return not (
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def eager(*tensors: Any) -> bool:
+    """Whether torch works on these at once, as plain tensors: it compiles, traces, intercepts, maps nothing."""
+    if (
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._are_functorch_transforms_active()
-    )
+    ):
+        return False
+    for x in tensors:
+        if type(x) not in _PLAIN:
+            return False
+    return True
 
 
 def readable(value: Tensor) -> bool:

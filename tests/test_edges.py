@@ -303,3 +303,23 @@ def test_weights_along_any_axis():
         parzen.weights(s, "normrelu", dim=1, scale=scale)[0, :, 2],
         parzen.weights(s[0, :, 2], "normrelu", scale=scale[0, 0, 2].item()),
     )
+
+
+def test_repeated_calls_are_checked_like_the_first():
+    """What follows from shapes, kernel and scale is remembered: no mistake, nothing that looks equal."""
+    q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
+    for _ in range(2):
+        grouped = parzen.attention(q, k, k, enable_gqa=True, scale=1.0, kernel="biweight")
+        with pytest.raises(ValueError, match="must agree, or pass enable_gqa"):
+            parzen.attention(q, k, k, enable_gqa=False, scale=1.0, kernel="biweight")
+        with pytest.raises(TypeError, match="scale"):
+            parzen.attention(q, k, k, enable_gqa=True, scale=True, kernel="biweight")
+        with pytest.raises(ValueError, match="scale"):
+            parzen.attention(q, k, k, enable_gqa=True, scale=-1.0, kernel="biweight")
+        with pytest.raises(ValueError, match="unknown kernel"):
+            parzen.attention(q, k, k, enable_gqa=True, scale=1.0, kernel="biweigth")
+    expected = witness(q, k, k, scale=1.0, kernel="biweight")
+    torch.testing.assert_close(grouped.double(), expected, rtol=1e-4, atol=1e-5)
+    wider = parzen.attention(q, k, k, enable_gqa=True, scale=0.25, kernel="biweight")
+    expected = witness(q, k, k, scale=0.25, kernel="biweight")
+    torch.testing.assert_close(wider.double(), expected, rtol=1e-4, atol=1e-5)

@@ -132,17 +132,15 @@ def _refuse_packed(args: Sequence[Any]) -> None:
         raise RuntimeError("packed sequences have no vmap rule: pack the samples instead")
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
 def plain(tensors: Sequence[Any]) -> bool:
     """Whether all that torch would do with an operator on these tensors is to call its function.
 
     torch needs longer to hand over an operator's arguments than an engine to serve a small call.
     """
-    if not eager() or torch.autograd._profiler_enabled():
+    given = [x for x in tensors if x is not None]
+    if not eager(*given) or torch.autograd._profiler_enabled():
         return False
-    return all(x is None or (type(x) in _PLAIN and not x.is_neg()) for x in tensors)
+    return not any(x.is_neg() for x in given)
 
 
 def learns(args: Sequence[Any]) -> bool:
