@@ -15,6 +15,7 @@ import parzen
 from parzen.backends import BACKENDS, cpu
 from parzen.kernels import kernel
 from parzen.nn import KernelAttention
+from parzen.testing import witness
 
 built = pytest.mark.skipif(not cpu.info()["built"], reason="the CPU engine was not built here")
 BOTH = [pytest.param("cpu", marks=built), "reference"]
@@ -265,10 +266,19 @@ def gaussian_calls(n):
     yield "strided key", (x(), strided, x()), {}
     yield "strided value", (x(), x(), strided), {}
     yield "expanded value", (x(), x(), x(1).expand(1, 1, n, 12)), {}
-    yield "half", (x().bfloat16(), x().bfloat16(), x().bfloat16()), {}
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        same = {"dtype": dtype}
+        yield f"{dtype}", (x(**same), x(**same), x(**same)), {}
+        yield f"{dtype}, narrower values", (x(**same), x(**same), x(1, **same)), {}
+        yield f"{dtype}, mask", (x(**same), x(**same), x(**same)), {"attn_mask": row > 0}
+        yield f"{dtype}, bias", (x(**same), x(**same), x(**same)), {"attn_mask": row.to(dtype)}
     yield "grouped", (x(heads=2), x(), x()), {"enable_gqa": True}
+    yield "grouped, mask", (x(heads=2), x(), x()), {"enable_gqa": True, "attn_mask": row > 0}
+    yield "grouped, causal", (x(heads=2), x(), x()), {"enable_gqa": True, "is_causal": True}
     yield "mask", (x(), x(), x()), {"attn_mask": row > 0}
+    yield "mask of queries", (x(), x(), x()), {"attn_mask": row.mT > 0}
     yield "bias", (x(), x(), x()), {"attn_mask": row}
+    yield "scale per row", (x(), x(), x()), {"scale": torch.rand(1, n) + 0.1}
     yield "learnt bias", (x(), x(), x()), {"attn_mask": row.clone().requires_grad_()}
     yield "dropout", (x(), x(), x()), {"dropout_p": 0.1}
 
@@ -298,6 +308,38 @@ for size in (64, n):
         # One array of T×S float32 has 137 MiB.
         assert peak() - before < 110, (name, size, peak() - before)
 """
+
+
+GROUPED = """
+import resource, torch, parzen
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+n = 20000
+k, v = torch.randn(1, 1, n, 64), torch.randn(1, 1, n, 64)
+q = torch.randn(1, 32, 1, 64)
+parzen.attention(q, k[:, :, :64], v[:, :, :64], enable_gqa=True)
+before = peak()
+parzen.attention(q, k, v, enable_gqa=True)
+# The keys and the values for each query head have 312 MiB.
+assert peak() - before < 40, peak() - before
+"""
+
+
+@built
+@pytest.mark.parametrize("gradient", [False, True])
+def test_grouped_gaussian_with_masks_against_the_witness(gradient):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 5, 8), torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
+    q.requires_grad_(gradient)
+    per_head = torch.rand(2, 6, 5, 9) > 0.3
+    for mask in (None, per_head, per_head[:, :1], torch.randn(6, 5, 9)):
+        got = parzen.attention(q, k, v, mask, enable_gqa=True)
+        assert_close(got.double(), witness(q, k, v, mask, kernel="gaussian"), rtol=1e-5, atol=1e-5)
+
+
+@built
+def test_grouped_heads_share_their_keys():
+    run = subprocess.run([sys.executable, "-c", GROUPED], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @built

@@ -11,7 +11,7 @@ from torch import Tensor
 from parzen.backends import cpu
 from parzen.backends.reference import per_query_head
 from parzen.call import Call
-from parzen.kernels import EVERYWHERE
+from parzen.kernels import EVERYWHERE, eager
 
 _aten = torch.ops.aten
 _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
@@ -99,12 +99,18 @@ def run(call: Call) -> Tensor:
         bias = call.bias.to(q.dtype)
         mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
     causal = call.right == 0 and not _lower_right(call)
-    k, v = (per_query_head(x, q.shape[1]) for x in (k, v))
-    # The choice of kernel and the additive form of a mask are as inside scaled_dot_product_attention.
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    # torch's CPU kernel reads the keys of a group where they are; its backward is slower on few of them than
+    # on copies, and on other devices some of its kernels would give way to a T×S one.
+    grouped = q.is_cpu and not learns and eager(q, k, v) and q.shape[1] != k.shape[1]
+    if not grouped:
+        k, v = (per_query_head(x, q.shape[1]) for x in (k, v))
+    # The choice of kernel and the additive form of a mask are as inside scaled_dot_product_attention.
     if learns and q.device.type == "cpu" and not torch.compiler.is_compiling():
         if torch._fused_sdp_choice(q, k, v, mask, call.dropout, causal, scale=scale) == _FLASH:
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
             return _Flash.apply(q, k, v, mask, causal, scale)[0]
-    return F.scaled_dot_product_attention(q, k, v, mask, call.dropout, causal, scale=scale)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, call.dropout, causal, scale=scale, enable_gqa=grouped
+    )
