@@ -231,6 +231,12 @@ def _prepare(tensors: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
+def _cut(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """x as ``_rows`` found it."""
+    found: Tensor = _as(x if x.shape[3] == width else x[..., :width], dtype)
+    return found
+
+
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     *args, save = args  # type: ignore[assignment]
     saved = _saved(args, save)
@@ -252,7 +258,7 @@ def _output(args: Sequence[Any], saved: tuple[Tensor, ...] | None) -> Tensor:
     assert library is not None
     packed = _pack(inputs, args[TENSORS:], o, saved, _NO_BACKWARD)
     _check(library.forward(library.number, packed))
-    return _as(o if o.shape[3] == v.shape[3] else o[..., : v.shape[3]], q.dtype)
+    return _cut(o, v.shape[3], q.dtype)
 
 
 def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -261,7 +267,11 @@ def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     saved = tuple(x.contiguous() for x in args[-6:-1])
     numbers = args[TENSORS:-6]
     dtype = reference.compute_dtype(q.dtype)
-    extra = [torch.zeros(shape, dtype=dtype) for shape in gradient_shapes(args, needs)]
+    shapes = gradient_shapes(args, needs)
+    extra = [
+        torch.zeros(shape, dtype=dtype) if need else do.new_empty(0, dtype=dtype)
+        for shape, need in zip(shapes, needs, strict=True)
+    ]
     if 0 in (q.shape[0], q.shape[1], q.shape[2]):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *extra
     inputs = _prepare(args[:TENSORS])
@@ -279,8 +289,7 @@ def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     )  # fmt: skip
     packed = _pack(inputs, numbers, None, saved, backward)
     _check(library.backward(library.number, packed))
-    grads = [g[..., : x.shape[3]].to(x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)]
-    return *grads, *extra
+    return *(_cut(g, x.shape[3], x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)), *extra
 
 
 engine.register("cpu", _forward, _backward, _saved, ("stats", "where", "count", "index", "score"), ("CPU",))

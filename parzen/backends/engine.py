@@ -12,6 +12,7 @@ bias in its shape, the others (B, H, T), empty where not needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -194,6 +195,10 @@ class _Attention(torch.autograd.Function):
         _refuse_packed(args)
         out = _Attention.apply(*_fold_inputs(info.batch_size, in_dims, args))
         return tuple(_unfold(x, info.batch_size) for x in out), (0,) * len(out)
+
+
+# autograd looks at the signature in each call, which is found at once where it is written down.
+_Attention.forward.__signature__ = signature(_Attention.forward)  # type: ignore[attr-defined]
 
 
 def _gradients(*args: Any) -> tuple[Tensor, ...]:
