@@ -23,14 +23,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from parzen import kernels
-from parzen.attention import attention, attention_weights
+from parzen.attention import attention, attention_weights, weights
 from parzen.kernels import Kernel, Nearest, Power, UnitMass, WithinRadius
 
 try:
     from scipy.optimize import minimize
     from scipy.sparse import csr_matrix, diags
+    from scipy.spatial import KDTree
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
     from sklearn.utils import check_array, check_random_state
     from sklearn.utils.multiclass import check_classification_targets
@@ -52,6 +54,8 @@ _LEFT_OUT, _SCORES = 2048, 2**24
 # Of each feature's bandwidth, times its starting value.
 _WIDEST = 1e3
 _WIDEST_LOCAL_LINEAR = 64
+# Where a tree of the points finds neighbours sooner than a pass over all of them.
+_TREE_FEATURES, _TREE_POINTS = 8, 2048
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ class _KernelEstimator(BaseEstimator):
 
     def _fit(self, X: Array, y: Array, sample_weight: Any) -> None:
         """Points, bandwidths and residuals for targets y (rows, outputs)."""
-        self._kernel = self._check_parameters(X.shape[1])
+        self._kernel, self._tree = self._check_parameters(X.shape[1]), None
         self._check_directions(X)
         fixed = self._fixed_bandwidth(X.shape[1])
         weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
@@ -203,6 +207,9 @@ class _KernelEstimator(BaseEstimator):
             self.bandwidth_ = fixed
         self._scaled = torch.from_numpy(self.bandwidth_ / unit)
         self._leave_out(random)
+        few = euclidean and X.shape[1] <= _TREE_FEATURES and len(distinct) >= _TREE_POINTS
+        if few and self._kernel.compact and self.n_support_ < len(distinct) / 16:
+            self._tree = KDTree((self._points.z / self._scaled).numpy())
 
     def _search(self, random: Any) -> Array:
         """The bandwidths with the least leave-one-out error, in units of the spread."""
@@ -278,12 +285,10 @@ class _KernelEstimator(BaseEstimator):
         self._left_out = found.numpy() + self._mean
         # What each point weighs in its own fit, and how many have weight there.
         some = torch.from_numpy(rows[:: max(1, len(rows) * n // _SCORES)])
-        seen = attention_weights(
-            *self._sides(points.z[some], points, self._scaled), **self._options(self._scaled)
-        )
-        own = seen.weights[torch.arange(len(some)), some]
-        self.effective_df_ = float(own.mean() * n)
-        self.n_support_ = float(seen.support.double().mean())
+        q, k = self._sides(points.z[some], points, self._scaled)
+        w = weights(q @ k.T, **self._options(self._scaled))
+        self.effective_df_ = float(w[torch.arange(len(some)), some].mean() * n)
+        self.n_support_ = float((w > 0).sum(1).double().mean())
 
     # ---- neighbourhoods --------------------------------------------------------------------------
 
@@ -301,25 +306,66 @@ class _KernelEstimator(BaseEstimator):
     def _options(self, h: Tensor) -> dict[str, Any]:
         return {"kernel": self._kernel, "scale": h**-2 if self.metric == "cosine" else 1.0}
 
+    def _columns(self, x: Tensor, weight: Tensor, y: Tensor, square: Tensor) -> Tensor:
+        """What is averaged around a query, of points with coordinates x: (..., columns)."""
+        weight = weight[..., None]
+        values = [weight, weight * y, weight * square]
+        if self.degree == 1:
+            outer, cross = x[..., :, None] * x[..., None, :], x[..., :, None] * y[..., None, :]
+            values += [weight * x, weight * outer.flatten(-2), weight * cross.flatten(-2)]
+        return torch.cat(values, -1)
+
+    def _averages(self, z: Tensor, points: _Points, h: Tensor, allowed: Tensor | None) -> Tensor:
+        """Σ_j w_j(z) columns_j, with coordinates from the origin: (queries, columns)."""
+        q, k = self._sides(z, points, h)
+        columns = self._columns(points.z, points.weight, points.y, points.square)
+        return attention(q, k, columns, allowed, **self._options(h))
+
+    def _near(self, z: Tensor, tree: KDTree) -> Tensor:
+        """As ``_averages``, with coordinates from each query, from its nearest points alone.
+
+        Weight falls with distance, and the threshold on some of the points is never above that on all: where
+        the last of the nearest has no weight, no other point has.
+        """
+        points, h = self._points, self._scaled
+        width = self._columns(z[:1], points.weight[:1], points.y[:1], points.square[:1]).shape[1]
+        out = z.new_empty(len(z), width)
+        # Queries next to each other find their points in the cache.
+        left, count = KDTree((z / h).numpy()).indices, math.ceil(1.25 * self.n_support_) + 8
+        while left.size:
+            count, more = min(count, len(points.z)), [left[:0]]
+            step = max(1, _SCORES // (16 * count * width))
+            for start in range(0, len(left), step):
+                some = left[start : start + step]
+                found = tree.query((z[some] / h).numpy(), k=count, workers=torch.get_num_threads())
+                distance, index = map(torch.from_numpy, found)
+                w = weights(1 - 0.5 * distance**2, self._kernel)
+                if self.degree == 0:
+                    columns = self._columns(z, points.weight, points.y, points.square)
+                    out[some] = embedding_bag(index, columns, per_sample_weights=w, mode="sum")
+                else:
+                    x = points.z[index] - z[some][:, None]
+                    columns = self._columns(x, points.weight[index], points.y[index], points.square[index])
+                    out[some] = (w[:, None] @ columns)[:, 0]
+                if count < len(points.z):
+                    more.append(some[(w[:, -1] != 0).numpy()])
+            left, count = np.concatenate(more), 2 * count
+        return out
+
     def _look(self, z: Tensor, points: _Points, h: Tensor, allowed: Tensor | None = None) -> _Fit:
         """Weighted means of the targets around z, of degree 0 or 1."""
-        weight, y = points.weight[:, None], points.y
-        n, outputs = y.shape
-        values = [weight, weight * y, weight * points.square]
-        d = z.shape[1]
-        if self.degree == 1:
-            outer = (points.z[:, :, None] * points.z[:, None]).reshape(n, d * d)
-            cross = (points.z[:, :, None] * y[:, None]).reshape(n, d * outputs)
-            values += [weight * points.z, weight * outer, weight * cross]
-        q, k = self._sides(z, points, h)
-        seen = attention(q, k, torch.cat(values, 1), allowed, **self._options(h))
-        mass, *moments = seen.split([x.shape[1] for x in values], 1)
+        d, outputs = z.shape[1], points.y.shape[1]
+        if points is self._points and allowed is None and self._tree is not None and len(z):
+            seen, origin = self._near(z, self._tree), z
+        else:
+            seen, origin = self._averages(z, points, h, allowed), torch.zeros_like(z)
+        mass, seen = seen[:, :1], seen[:, 1:]
         empty = mass[:, 0] == 0
-        mass = torch.where(mass == 0, 1.0, mass)
-        mean, square, *moments = (x / mass for x in moments)
+        seen = seen / torch.where(mass == 0, 1.0, mass)
+        mean, square = seen[:, :outputs], seen[:, outputs : 2 * outputs]
         variance = square - mean**2
         if self.degree == 1:
-            centre, outer, cross = moments
+            centre, outer, cross = seen[:, 2 * outputs :].split([d, d * d, d * outputs], 1)
             spread = outer.reshape(-1, d, d) - centre[:, :, None] * centre[:, None]
             slope_of = cross.reshape(-1, d, outputs) - centre[:, :, None] * mean[:, None]
             # Directions without spread, and those that rounding alone fills, have slope 0.
@@ -328,7 +374,7 @@ class _KernelEstimator(BaseEstimator):
             ridge = 1e-9 * trace + 1e-13 * size + 1e-300
             slope = torch.linalg.solve(spread + ridge[:, None, None] * torch.eye(d, dtype=z.dtype), slope_of)
             variance = variance - (slope * (spread @ slope)).sum(1)
-            mean = mean + ((z - centre)[:, None] @ slope)[:, 0]
+            mean = mean + ((z - origin - centre)[:, None] @ slope)[:, 0]
         return _Fit(mean, variance.clamp_min(0), empty)
 
     def _fill(

@@ -16,7 +16,7 @@ from parzen.regression import KernelClassifier, KernelRegressor, law
 
 KERNELS = [
     "gaussian", "epanechnikov", "biweight", "triweight", "entmax?alpha=1.3", "normrelu", "relumax",
-    "knn_gaussian?k=7", "knn_uniform?k=7", "uniform", "gaussian_truncated", "power?r=2&radius=h",
+    "knn_gaussian?k=12", "knn_uniform?k=12", "uniform", "gaussian_truncated", "power?r=2&radius=h",
 ]  # fmt: skip
 
 
@@ -93,6 +93,25 @@ def test_degrees_of_freedom_and_support(kernel):
     W = np.array([brute_weights(x, X, h, kernel) for x in X])
     assert model.effective_df_ == pytest.approx(np.trace(W), rel=1e-8)
     assert model.n_support_ == pytest.approx((W > 1e-15).sum(1).mean(), rel=0.02)
+
+
+@pytest.mark.parametrize("degree", [0, 1])
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "gaussian"])
+def test_a_tree_of_the_points_changes_nothing(kernel, degree):
+    X, y = table(3000, 2)
+    # Queries far away have few neighbours, those in the middle more than the first look takes.
+    Q = np.random.default_rng(1).normal(size=(300, 2)) * 1.5
+    model = KernelRegressor(kernel, bandwidth=[0.15, 0.2], degree=degree, outside="nan").fit(X, y)
+    assert model._tree is not None
+    # A line needs points around it: far from them, or of few that nearly coincide, rounding grows.
+    inside = (np.abs(Q).max(1) < 1.5) & (np.diff(model.neighbours(Q).indptr) > 9)
+    many = inside if degree else np.full(300, True)
+    assert many.sum() > 80
+    tree, std_tree = model.predict(Q, return_std=True)
+    model._tree = None
+    plain, std = model.predict(Q, return_std=True)
+    np.testing.assert_allclose(tree[many], plain[many], rtol=1e-7, atol=1e-6 if degree else 1e-9)
+    np.testing.assert_allclose(std_tree[many], std[many], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernel", ["gaussian", "biweight", "normrelu", "relumax"])
