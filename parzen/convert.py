@@ -7,20 +7,22 @@ match(model, batches, loss)                       a scale for each head, so that
 
 from __future__ import annotations
 
+import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from parzen import kernels
 from parzen.attention import AttentionWeights, attention, attention_weights
 from parzen.kernels import Exp, Kernel, Power, UnitMass, WithinMargin, spell
+from parzen.rewire import Reach, Rewiring
 
 # Under which name a layer keeps its Attention.
 CHILD = "parzen"
@@ -30,13 +32,14 @@ class Attention(nn.Module):
     """What a converted layer calls in place of ``scaled_dot_product_attention``, with the same arguments.
 
     Attributes:
-        kernel: of all its heads.
+        kernel: of all its heads. A tensor in it is a parameter or buffer here, in the state dict too.
         gain: (H,), what ``match`` multiplies scale with; None for 1. It is part of the state dict.
         seen: where calls are noted down, if anywhere.
-        called: whether it ever was.
+        called: whether it ever was, outside of ``torch.compile``.
     """
 
     gain: Tensor | None
+    kernel_parameter: Tensor | None
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
@@ -46,6 +49,22 @@ class Attention(nn.Module):
         self.called = False
         # The fused softmax layers of torch keep away from modules with hooks.
         self.register_forward_pre_hook(_nothing)
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel in use, at the present value of its parameter."""
+        return self._kernel if self.kernel_parameter is None else self._kernel.at(self.kernel_parameter)
+
+    @kernel.setter
+    def kernel(self, kernel: Kernel) -> None:
+        self._parameters.pop("kernel_parameter", None)
+        self._buffers.pop("kernel_parameter", None)
+        self._kernel = kernel
+        held = kernel.learned
+        if held is not None and isinstance(held[1], nn.Parameter):
+            self.kernel_parameter = held[1]
+        else:
+            self.register_buffer("kernel_parameter", None if held is None else held[1])
 
     def options(self, query: Tensor, scale: float | None = None) -> dict[str, Any]:
         """Kernel and scale, as ``attention`` takes them."""
@@ -69,7 +88,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """The kernel regression, (…, H, T, Ev)."""
         how = {"attn_mask": attn_mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
-        if not self.called:
+        if not self.called and not torch.compiler.is_compiling():
             self.called = True
         if self.seen is not None:
             scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -89,39 +108,6 @@ class Attention(nn.Module):
 
 def _nothing(module: nn.Module, inputs: Any) -> None:
     pass
-
-
-class _Swap(TorchFunctionMode):
-    """While it is active ``scaled_dot_product_attention`` is ``attend``."""
-
-    def __init__(self, attend: Attention) -> None:
-        super().__init__()
-        self.attend = attend
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            func = self.attend
-        elif getattr(func, "__name__", "") == "unflatten":
-            # Tensor.unflatten is written in Python, in a way that torch.compile cannot follow from here.
-            func = torch.unflatten
-        return func(*args, **(kwargs or {}))
-
-
-class _Layer:
-    """What a layer that calls ``scaled_dot_product_attention`` itself becomes, besides what it is."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        attend: Attention = getattr(self, CHILD)
-        with _Swap(attend):
-            output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if not attend.called:
-            # Its class mentions the function, and another branch was taken.
-            raise RuntimeError(
-                f"{type(self).__name__} was converted, and its forward ended without "
-                "scaled_dot_product_attention: switch it on in the layer's options (such as sdpa or flash), "
-                "or use parzen.weights in place of its softmax"
-            )
-        return output
 
 
 class _MultiheadAttention(nn.MultiheadAttention):
@@ -193,15 +179,103 @@ class _MultiheadAttention(nn.MultiheadAttention):
         )  # type: ignore[return-value]
 
 
+# ---- layers whose code calls scaled_dot_product_attention ---------------------------------------------
+
+
+@dataclass
+class _Was:
+    """What a layer was: its class, and the attributes that were rebuilt."""
+
+    cls: type
+    attributes: dict[str, Any]
+    rewiring: Rewiring
+
+
+class _Layer:
+    """What such a layer becomes, besides what it is: its class is made for it alone, by ``_rewire``.
+
+    Copied and pickled is a layer of the class that it was, and made anew is the rest.
+    """
+
+    _parzen: ClassVar[_Was]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, given, *rest = reduced
+        given = tuple(self._parzen.cls if a is type(self) else a for a in given)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {**rest[0], **self._parzen.attributes}
+        return (_rewired, (make, given, getattr(self, CHILD)), *rest)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self._parzen.attributes.update(_swap_attributes(self, self._parzen.rewiring))
+
+
+def _rewired(make: Callable[..., nn.Module], given: tuple[Any, ...], attend: Attention) -> nn.Module:
+    """A layer that is about to get its state back."""
+    module = make(*given)
+    _rewire(module, attend, Reach(F.scaled_dot_product_attention))
+    return module
+
+
+def _rewire(module: nn.Module, attend: Attention, reach: Reach) -> None:
+    """Gives the layer a class in which ``attend`` is called in place of torch's function.
+
+    Raises:
+        ValueError: code that cannot be rebuilt.
+    """
+    cls: Any = type(module)
+    rewiring = Rewiring(reach, attend, {nn.MultiheadAttention: _MultiheadAttention})
+    try:
+        base: Any = rewiring.layer(cls)
+        before = _swap_attributes(module, rewiring)
+    except BaseException:
+        rewiring.undo()
+        raise
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = base.forward(self, *args, **kwargs)
+        # Neither noted down nor looked at in a graph: what changes an attribute cannot be checkpointed there.
+        if not getattr(self, CHILD).called and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"{cls.__name__} was converted, and its forward ended without "
+                "scaled_dot_product_attention: switch it on in the layer's options (such as sdpa or flash), "
+                "or use parzen.weights in place of its softmax"
+            )
+        return output
+
+    names = {
+        "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
+        "forward": forward, "_parzen": _Was(cls, before, rewiring),
+    }  # fmt: skip
+    module.__class__ = type(cls)(cls.__name__, (_Layer, base), names)
+    rewiring.forget()
+    weakref.finalize(module, rewiring.undo).atexit = False
+
+
+def _swap_attributes(module: Any, rewiring: Rewiring) -> dict[str, Any]:
+    """Rebuilds what the layer keeps among its attributes, such as a processor; what they were."""
+    before = {name: value for name, value in vars(module).items() if rewiring.reached(value)}
+    for name, value in before.items():
+        vars(module)[name] = rewiring(value)
+    return before
+
+
 # ---- converting ----------------------------------------------------------------------------------
 
 
 def convert(model: nn.Module, kernel: str | Kernel) -> tuple[str, ...]:
     """Gives every attention layer of ``model`` another kernel, in place; weights and state dict stay.
 
-    Layers are ``nn.MultiheadAttention`` (also inside ``nn.Transformer…``), modules whose methods call
-    ``F.scaled_dot_product_attention``, and those of models of transformers, for which call
-    ``parzen.integrations.transformers.register()`` first. Doing it again changes the kernel.
+    Layers are ``nn.MultiheadAttention`` (also inside ``nn.Transformer…``), modules whose code reaches
+    ``F.scaled_dot_product_attention`` (by any name, through functions, objects and decorators of any module),
+    and those of models of transformers, for which call ``parzen.integrations.transformers.register()`` first.
+    Doing it again changes the kernel; ``restore`` takes it back.
+
+    A layer stays an instance of its class, and is copied, pickled, compiled and checkpointed as before. A
+    tensor in the kernel becomes a parameter or buffer of each layer.
 
     Args:
         model: any module.
@@ -211,40 +285,97 @@ def convert(model: nn.Module, kernel: str | Kernel) -> tuple[str, ...]:
         The names of the layers, as in ``model.named_modules()``.
 
     Raises:
-        ValueError: no such layer, a kernel that is none, or a model of transformers with a layer that cannot
-            be converted; the model is then what it was. A layer whose first ``forward`` ends without its
-            attention raises a RuntimeError there.
+        ValueError: no such layer, a kernel that is none, code that cannot be rebuilt, or a model of
+            transformers with a layer that cannot be converted; the model is then what it was. A layer whose
+            first ``forward`` ends without its attention raises a RuntimeError there.
     """
     chosen = kernels.kernel(kernel)
-    names = []
-    new: list[tuple[nn.Module, type]] = []
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.TransformerEncoder):
-            # Nested tensors are for the fused softmax layers only.
-            module.use_nested_tensor = False
-        if isinstance(module, Attention) or not (how := _how(type(module))):
-            continue
-        names.append(name)
-        if isinstance(attend := getattr(module, CHILD, None), Attention):
-            attend.kernel = chosen
-            continue
-        new.append((module, type(module)))
-        module.add_module(CHILD, Attention(chosen))
-        if how is not True:
-            module.__class__ = how
-    if not names:
+    reach = Reach(F.scaled_dot_product_attention)
+    found = [(name, module) for name, module in model.named_modules() if _is_layer(module, reach)]
+    if not found:
         raise ValueError(
             f"{type(model).__name__} has no layer to convert: no nn.MultiheadAttention, and no module whose "
-            "methods call scaled_dot_product_attention"
+            "code reaches scaled_dot_product_attention; see parzen.weights for a softmax written by hand"
         )
+    new = [module for _, module in found if not isinstance(getattr(module, CHILD, None), Attention)]
     try:
+        for module in new:
+            module.add_module(CHILD, Attention(chosen))
+            _change(module, reach)
+        for encoder in _encoders(model):
+            # Nested tensors are for the fused softmax layers only.
+            vars(encoder).setdefault("nested_before", encoder.use_nested_tensor)
+            encoder.use_nested_tensor = False
         _tell_transformers(model)
-    except ValueError:
-        for module, cls in new:
-            delattr(module, CHILD)
-            module.__class__ = cls
+    except BaseException:
+        for module in new:
+            _restore(module)
+        _restore_encoders(model)
         raise
-    return tuple(names)
+    for _, module in found:
+        getattr(module, CHILD).kernel = chosen
+    return tuple(name for name, _ in found)
+
+
+def restore(model: nn.Module) -> tuple[str, ...]:
+    """Takes ``convert`` back: every converted layer is what it was, and its names are returned.
+
+    Kernels and gains are lost. A model of transformers keeps calling parzen, with the Gaussian.
+
+    Raises:
+        ValueError: the model was not converted.
+    """
+    names = tuple(layers(model))
+    for name in names:
+        _restore(model.get_submodule(name))
+    _restore_encoders(model)
+    return names
+
+
+def _encoders(model: nn.Module) -> Iterator[nn.TransformerEncoder]:
+    return (module for module in model.modules() if isinstance(module, nn.TransformerEncoder))
+
+
+def _restore_encoders(model: nn.Module) -> None:
+    for encoder in _encoders(model):
+        encoder.use_nested_tensor = vars(encoder).pop("nested_before", encoder.use_nested_tensor)
+
+
+def _change(module: nn.Module, reach: Reach) -> None:
+    """Has the layer call its Attention, if it does not by itself."""
+    if isinstance(module, _MultiheadAttention) or _uses_the_interface(type(module)):
+        return
+    if type(module) is nn.MultiheadAttention:
+        module.__class__ = _MultiheadAttention
+    else:
+        _rewire(module, getattr(module, CHILD), reach)
+
+
+def _restore(module: nn.Module) -> None:
+    if isinstance(module, _Layer):
+        was = module._parzen
+        vars(module).update(was.attributes)
+        was.rewiring.undo()
+        module.__class__ = was.cls
+    elif isinstance(module, _MultiheadAttention):
+        module.__class__ = nn.MultiheadAttention  # type: ignore[assignment]
+    module._modules.pop(CHILD, None)
+
+
+def _is_layer(module: nn.Module, reach: Reach) -> bool:
+    if isinstance(module, Attention):
+        return False
+    if isinstance(module, nn.MultiheadAttention | _Layer):
+        return True
+    cls = type(module)
+    if _uses_the_interface(cls):
+        # The models as a whole mention it too.
+        return not hasattr(cls, "set_attn_implementation")
+    return reach.layer(cls) or any(map(reach, vars(module).values()))
+
+
+def _uses_the_interface(cls: type) -> bool:
+    return any(mentions(c, "ALL_ATTENTION_FUNCTIONS") for c in cls.__mro__)
 
 
 def _tell_transformers(model: nn.Module) -> None:
@@ -271,20 +402,6 @@ def mentions(cls: type, name: str) -> bool:
     return any(name in code.co_names for code in codes if code is not None)
 
 
-def _how(cls: type) -> Any:
-    """What class a layer of ``cls`` becomes; True: none, it finds its Attention; None: it is no layer."""
-    if issubclass(cls, _MultiheadAttention | _Layer):
-        return cls
-    if issubclass(cls, nn.MultiheadAttention):
-        return _MultiheadAttention
-    if any(mentions(c, "ALL_ATTENTION_FUNCTIONS") for c in cls.__mro__):
-        # The models as a whole mention them too.
-        return None if hasattr(cls, "set_attn_implementation") else True
-    if any(mentions(c, "scaled_dot_product_attention") for c in cls.__mro__):
-        return type(cls.__name__, (_Layer, cls), {"__module__": cls.__module__})
-    return None
-
-
 def layers(model: nn.Module) -> dict[str, Attention]:
     """The ``Attention`` of each converted layer, by its name.
 
@@ -292,7 +409,7 @@ def layers(model: nn.Module) -> dict[str, Attention]:
         ValueError: the model was not converted.
     """
     found = {
-        name.removesuffix(f".{CHILD}"): module
+        name.rpartition(".")[0]: module
         for name, module in model.named_modules()
         if isinstance(module, Attention)
     }

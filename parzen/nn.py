@@ -35,6 +35,7 @@ from parzen.call import (
 from parzen.convert import anneal as anneal
 from parzen.convert import convert as convert
 from parzen.convert import match as match
+from parzen.convert import restore as restore
 from parzen.kernels import AlphaPower, Kernel, Number, Power, UnitMass, WithinMargin, spell
 
 Device = torch.device | str | None

@@ -1,19 +1,24 @@
 """Moving models over: convert, anneal, match."""
 
 import copy
+import functools
 import itertools
+import pickle
 import warnings
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import parzen
 from parzen.convert import Attention, layers
 from parzen.kernels import kernel
-from parzen.nn import anneal, convert, match
+from parzen.nn import anneal, convert, match, restore
 
 D, HEADS, T = 16, 4, 7
 
@@ -185,6 +190,318 @@ def test_compiled():
 def test_what_convert_refuses(model, name, message):
     with pytest.raises(ValueError, match=message):
         convert(model, name)
+
+
+# ---- what a converted layer is -------------------------------------------------------------------
+
+
+def by_torch(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def no_change(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@no_change
+def decorated(q, k, v):
+    return by_torch(q, k, v)
+
+
+class Processor:
+    """As in diffusers: an object that attends for a layer."""
+
+    def __call__(self, q, k, v):
+        return sdpa(q, k, v, is_causal=True)
+
+
+TABLE = {"torch": by_torch}
+
+
+class Layer(nn.Module):
+    """``attend`` in one way or another; what is around it is the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Aliased(Layer):
+    def attend(self, q, k, v):
+        return sdpa(q, k, v, is_causal=True)
+
+
+class LongPath(Layer):
+    def attend(self, q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class ByHelper(Layer):
+    def attend(self, q, k, v):
+        return decorated(q, k, v)
+
+
+class Static(Layer):
+    @staticmethod
+    def attend(q, k, v):
+        return by_torch(q, k, v)
+
+
+class Nested(Layer):
+    def attend(self, q, k, v):
+        def inner(scale=None):
+            return next(sdpa(q, k, v, is_causal=True, scale=s) for s in (scale,))
+
+        return inner()
+
+
+class ByDefault(Layer):
+    def attend(self, q, k, v, how=by_torch):
+        return how(q, k, v)
+
+
+class ByTable(Layer):
+    def attend(self, q, k, v):
+        return TABLE["torch"](q, k, v)
+
+
+class ByProcessor(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = Processor()
+
+    def attend(self, q, k, v):
+        return self.processor(q, k, v)
+
+
+class ByPartial(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.how = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+
+    def attend(self, q, k, v):
+        return self.how(q, k, v)
+
+
+class Inherited(Aliased):
+    def attend(self, q, k, v):
+        return super().attend(q, k, v)
+
+
+class Checkpointed(Layer):
+    """Runs again in the backward, and there in a thread of autograd's."""
+
+    reentrant = True
+
+    def attend(self, q, k, v):
+        return checkpoint(by_torch, q, k, v, use_reentrant=self.reentrant)
+
+
+class CheckpointedAnew(Checkpointed):
+    reentrant = False
+
+
+WAYS = [
+    Layer, Aliased, LongPath, ByHelper, Static, Nested, ByDefault, ByTable, ByProcessor, ByPartial, Inherited,
+    Checkpointed, CheckpointedAnew,
+]  # fmt: skip
+
+
+class ByHand(Layer):
+    """The same weights, and parzen called where the layer is written."""
+
+    def attend(self, q, k, v):
+        return parzen.attention(q, k, v, is_causal=True, kernel="biweight")
+
+
+def passed(layer, x):
+    """Output and gradients, of parameters and of ``x``."""
+    x = x.clone().requires_grad_()
+    output = layer(x)
+    layer.zero_grad()
+    output.square().sum().backward()
+    return output, [p.grad for p in (x, *layer.parameters())]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return passed(ByHand(), batch(2, T))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_output_and_gradients_of_every_way_to_write_it(way, expected):
+    layer, x, others = way(), batch(2, T), set(globals())
+    before = passed(layer, x)
+    assert convert(layer, "biweight") == ("",)
+    assert isinstance(layer, way)
+    assert_close(passed(layer, x), expected)
+    assert (before[0] - expected[0]).abs().max() > 1e-2
+    # In another thread.
+    with ThreadPoolExecutor(1) as pool:
+        assert_close(pool.submit(passed, layer, x).result(), expected)
+    # A method of it, called directly.
+    q, k, v = torch.randn(3, 1, HEADS, T, D // HEADS, requires_grad=True)
+    assert_close(layer.attend(q, k, v), ByHand().attend(q, k, v))
+    # Others of its class, and what it calls, are as they were.
+    assert_close(passed(way(), x), before)
+    assert_close(by_torch(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    # Converted twice it is converted once, and taken back it is what it was.
+    names = set(globals())
+    convert(layer, "gaussian")
+    assert set(globals()) <= names
+    assert_close(passed(layer, x), before)
+    restore(layer)
+    assert type(layer) is way
+    assert vars(layer).keys() == vars(way()).keys()
+    assert_close(passed(layer, x), before, atol=0, rtol=0)
+    assert set(globals()) <= others
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_copied_saved_and_sent_to_another_process(way, expected, tmp_path):
+    layer, x = way(), batch(2, T)
+    convert(layer, "biweight")
+    layer.parzen.gain = torch.ones(HEADS)
+    torch.save(layer, tmp_path / "layer.pt")
+    copies = [
+        copy.deepcopy(layer),
+        copy.copy(layer),
+        pickle.loads(pickle.dumps(layer)),
+        torch.load(tmp_path / "layer.pt", weights_only=False),
+    ]
+    for other in [*copies, copy.deepcopy(copies[2])]:
+        assert isinstance(other, way)
+        assert_close(passed(other, x), expected)
+    # They go on alone.
+    convert(copies[0], "gaussian")
+    assert_close(passed(layer, x), expected)
+    restore(copies[2])
+    assert type(copies[2]) is way
+    assert_close(passed(copies[2], x), passed(way(), x))
+
+
+def test_in_a_process_that_is_started_anew(expected):
+    layer = ByProcessor()
+    convert(layer, "biweight")
+    context = torch.multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        output, _ = pool.submit(in_numbers, layer).result(timeout=120)
+    assert_close(torch.tensor(output), expected[0])
+
+
+def in_numbers(layer):
+    output, gradients = passed(layer, batch(2, T))
+    return output.tolist(), len(gradients)
+
+
+@pytest.mark.parametrize("way", [w for w in WAYS if w is not Checkpointed])
+def test_every_way_compiles(way, expected):
+    torch.compiler.reset()
+    layer, x = way(), batch(2, T)
+    convert(layer, "biweight")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(x), expected[0])
+    assert_close(compiled(x), expected[0])
+
+
+def test_hooks_stay_and_are_called():
+    layer, seen = Aliased(), []
+    layer.register_forward_hook(lambda module, args, output: seen.append("before"))
+    convert(layer, "biweight")
+    layer.register_forward_pre_hook(lambda module, args: seen.append("after"))
+    layer(batch(2, T))
+    assert seen == ["after", "before"]
+
+
+def test_a_parameter_of_the_kernel_is_one_of_the_model():
+    r = nn.Parameter(torch.tensor(2.0))
+    model = nn.Sequential(Aliased(), mha_layer())
+    learned = kernel("power", r=r)
+    convert(model, learned)
+    assert any(p is r for p in model.parameters())
+    assert "0.parzen.kernel_parameter" in model.state_dict()
+    model(batch(2, T)).square().sum().backward()
+    assert r.grad is not None
+    assert r.grad != 0
+    other = nn.Sequential(Aliased(), mha_layer())
+    convert(other, kernel("power", r=nn.Parameter(torch.tensor(4.0))))
+    other.load_state_dict(model.state_dict())
+    assert_close(other(batch(2, T)), model(batch(2, T)))
+    with torch.no_grad():
+        r.fill_(3.0)
+    assert (other(batch(2, T)) != model(batch(2, T))).any()
+    convert(model, "biweight")
+    assert not any(p is r for p in model.parameters())
+
+
+class Switched(Layer):
+    """Two branches, of which the second is not torch's."""
+
+    def __init__(self, flash: bool) -> None:
+        super().__init__()
+        self.flash = flash
+
+    def attend(self, q, k, v):
+        if self.flash:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+def test_a_branch_not_taken_is_found_at_the_first_call(expected):
+    model = nn.Sequential(Switched(True), Switched(False))
+    assert convert(model, "biweight") == ("0", "1")
+    assert_close(model[0](batch(2, T)), expected[0])
+    message = (
+        r"Switched was converted, and its forward ended without .*parzen\.weights in place of its softmax"
+    )
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            model[1](batch(2, T))
+
+
+class ImportsInside(Layer):
+    def attend(self, q, k, v):
+        import torch.nn.functional as inside
+
+        return inside.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class TwoMeanings(Layer):
+    def attend(self, q, k, v):
+        return sdpa(q, k, v, is_causal=True) + self.qkv.weight.new_zeros(()) * getattr(self.sdpa, "none", 0)
+
+    sdpa = 0
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        (
+            ImportsInside,
+            "ImportsInside.attend in .* imports scaled_dot_product_attention where it runs",
+        ),
+        (TwoMeanings, "TwoMeanings.attend in .* uses 'sdpa' both as a global and otherwise: rename one"),
+    ],
+)
+def test_code_that_cannot_be_rebuilt_is_refused_and_left_alone(way, message):
+    model, names = nn.Sequential(Aliased(), way()), set(globals())
+    with pytest.raises(ValueError, match=message):
+        convert(model, "biweight")
+    assert [type(m) for m in model] == [Aliased, way]
+    assert "parzen" not in dict(model[0].named_children())
+    assert set(globals()) <= names
 
 
 # ---- anneal --------------------------------------------------------------------------------------
