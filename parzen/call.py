@@ -50,6 +50,11 @@ def check_scale(scale: Number, tensors: bool = True) -> None:
 _FLAGS = (bool, np.bool_, torch.SymBool)
 
 
+def autocasts(device: str) -> bool:
+    """Whether autocast is on for this type of device."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def check_flags(**flags: object) -> None:
     """Raise unless every flag is True or False."""
     for name, flag in flags.items():
@@ -204,8 +209,7 @@ def make(
             found = ", ".join(map(str, dtypes))
             raise TypeError(f"query, key and value have no common dtype, convert them: {found}") from error
     device = query.device.type
-    available = torch.amp.is_autocast_available(device)
-    if available and torch.is_autocast_enabled(device) and dtype != torch.float64:
+    if autocasts(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
 
     def four(x: Tensor, h: int) -> Tensor:

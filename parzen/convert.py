@@ -57,14 +57,8 @@ class Attention(nn.Module):
 
     @kernel.setter
     def kernel(self, kernel: Kernel) -> None:
-        self._parameters.pop("kernel_parameter", None)
-        self._buffers.pop("kernel_parameter", None)
         self._kernel = kernel
-        held = kernel.learned
-        if held is not None and isinstance(held[1], nn.Parameter):
-            self.kernel_parameter = held[1]
-        else:
-            self.register_buffer("kernel_parameter", None if held is None else held[1])
+        kernels.hold(self, kernel)
 
     def options(self, query: Tensor, scale: float | None = None) -> dict[str, Any]:
         """Kernel and scale, as ``attention`` takes them."""

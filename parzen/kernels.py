@@ -428,6 +428,20 @@ def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
     return Kernel(row.kernel.profile, rule(**values))
 
 
+def hold(module: torch.nn.Module, kernel: Kernel) -> None:
+    """Makes a kernel's tensor the ``kernel_parameter`` of a module: trained, moved and saved with it.
+
+    It is a buffer unless it is a parameter, and None where the kernel has numbers only.
+    """
+    module._parameters.pop("kernel_parameter", None)
+    module._buffers.pop("kernel_parameter", None)
+    held = kernel.learned
+    if held is not None and isinstance(held[1], torch.nn.Parameter):
+        module.kernel_parameter = held[1]
+    else:
+        module.register_buffer("kernel_parameter", None if held is None else held[1])
+
+
 def _digits(value: object) -> str:
     if isinstance(value, Tensor):
         return f"<tensor {tuple(value.shape)}>"

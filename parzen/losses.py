@@ -19,7 +19,7 @@ from parzen.attention import weights
 from parzen.backends import output
 from parzen.backends.output import best_sums
 from parzen.backends.reference import compute_dtype
-from parzen.call import check_tensor, check_together, fits, forbid
+from parzen.call import autocasts, check_tensor, check_together, fits, forbid
 from parzen.kernels import Kernel, Number, lower, plain, readable
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -234,9 +234,7 @@ def fenchel_young(
     a = excess(chosen)
     check_together(scores=scores, target=target, weight=weight, alpha=a)
 
-    autocast = torch.amp.is_autocast_available(scores.device.type) and torch.is_autocast_enabled(
-        scores.device.type
-    )
+    autocast = autocasts(scores.device.type)
     wide = compute_dtype(scores.dtype)
     out = wide if autocast else scores.dtype
     z = forbid(scores).to(wide).movedim(dim, -1)
@@ -370,7 +368,7 @@ def linear_fenchel_young(
         return loss.view(target.shape) if reduction == "none" else loss
 
     device = hidden.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = autocasts(device)
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     if autocast and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -413,6 +411,7 @@ class FenchelYoungLoss(nn.Module):
     """``fenchel_young`` as a module, with the arguments of ``torch.nn.CrossEntropyLoss`` and the kernel."""
 
     weight: Tensor | None
+    kernel_parameter: Tensor | None
 
     def __init__(
         self,
@@ -426,12 +425,7 @@ class FenchelYoungLoss(nn.Module):
         super().__init__()
         self._kernel = kernels.kernel(kernel)
         excess(self._kernel)
-        # A tensor α belongs to the module: trained, moved and saved with it.
-        held = self._kernel.learned
-        if held is not None and isinstance(held[1], nn.Parameter):
-            self.kernel_parameter = held[1]
-        else:
-            self.register_buffer("kernel_parameter", None if held is None else held[1])
+        kernels.hold(self, self._kernel)
         self.label_smoothing, self.ignore_index = _check_options(reduction, label_smoothing, ignore_index)
         self.reduction = reduction
         self.register_buffer("weight", weight)

@@ -24,6 +24,7 @@ from parzen import kernels
 from parzen.attention import AttentionWeights, attention, attention_weights
 from parzen.backends import BACKENDS
 from parzen.call import (
+    autocasts,
     check_flags,
     check_scale,
     check_tensor,
@@ -460,12 +461,7 @@ class KernelAttention(nn.Module):
 
         self._kernel = kernels.kernel(kernel)
         self.learned_kernel = LearnedKernel(self._kernel, heads, **factory) if learn_kernel else None
-        # A parameter that came with the kernel belongs to the layer: trained, moved and saved with it.
-        held = self._kernel.learned
-        if held is not None and isinstance(held[1], nn.Parameter):
-            self.kernel_parameter = held[1]
-        else:
-            self.register_buffer("kernel_parameter", None if held is None else held[1])
+        kernels.hold(self, self._kernel)
 
         scheme = POSITIONS[positions]
         self._slopes = scheme.slopes(heads) if scheme.slopes else None
@@ -557,8 +553,7 @@ class KernelAttention(nn.Module):
                     f"got {tuple(given.shape)}"
                 )
             device, dtype = given.device.type, self._dtype()
-            casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-            if dtype is not None and given.dtype != dtype and not casts:
+            if dtype is not None and given.dtype != dtype and not autocasts(device):
                 raise TypeError(f"{name} must be {dtype} like the weights, got {given.dtype}; convert one")
         check_together(x=x, context=context, attn_mask=attn_mask, key_padding_mask=padding)
         query = self._split(self.query(x), self.heads)

@@ -328,7 +328,9 @@ class _KernelEstimator(BaseEstimator):
         the last of the nearest has no weight, no other point has.
         """
         points, h = self._points, self._scaled
-        width = self._columns(z[:1], points.weight[:1], points.y[:1], points.square[:1]).shape[1]
+        # Of degree 0 nothing is measured from the query.
+        columns = self._columns(points.z, points.weight, points.y, points.square)
+        width = columns.shape[1]
         out = z.new_empty(len(z), width)
         # Queries next to each other find their points in the cache.
         left, count = KDTree((z / h).numpy()).indices, math.ceil(1.25 * self.n_support_) + 8
@@ -341,12 +343,11 @@ class _KernelEstimator(BaseEstimator):
                 distance, index = map(torch.from_numpy, found)
                 w = weights(1 - 0.5 * distance**2, self._kernel)
                 if self.degree == 0:
-                    columns = self._columns(z, points.weight, points.y, points.square)
                     out[some] = embedding_bag(index, columns, per_sample_weights=w, mode="sum")
                 else:
                     x = points.z[index] - z[some][:, None]
-                    columns = self._columns(x, points.weight[index], points.y[index], points.square[index])
-                    out[some] = (w[:, None] @ columns)[:, 0]
+                    around = self._columns(x, points.weight[index], points.y[index], points.square[index])
+                    out[some] = (w[:, None] @ around)[:, 0]
                 if count < len(points.z):
                     more.append(some[(w[:, -1] != 0).numpy()])
             left, count = np.concatenate(more), 2 * count

@@ -110,8 +110,9 @@ def test_a_tree_of_the_points_changes_nothing(kernel, degree):
     tree, std_tree = model.predict(Q, return_std=True)
     model._tree = None
     plain, std = model.predict(Q, return_std=True)
-    np.testing.assert_allclose(tree[many], plain[many], rtol=1e-7, atol=1e-6 if degree else 1e-9)
-    np.testing.assert_allclose(std_tree[many], std[many], rtol=1e-5, atol=1e-6)
+    close = {"rtol": 0, "atol": 1e-10 if degree else 1e-11}
+    np.testing.assert_allclose(tree[many], plain[many], **close)
+    np.testing.assert_allclose(std_tree[many], std[many], **close)
 
 
 @pytest.mark.parametrize("kernel", ["gaussian", "biweight", "normrelu", "relumax"])
