@@ -24,6 +24,7 @@ from parzen.call import (
     make,
     packed,
     restore,
+    slopes_of,
 )
 from parzen.kernels import Kernel, Number, lower, plain
 
@@ -127,9 +128,10 @@ def attention_varlen(
         max_q: at least the longest number of queries.
         max_k: at least the longest number of keys.
         scale: as for ``attention``; a tensor broadcasts to (H, total_q).
-        dropout_p, enable_gqa, kernel, window, alibi_slopes, backend: as for ``attention``. Backends other
-            than the engines ("cpu", "triton") go through the sequences one by one: they read the offsets, so
-            a compiled graph breaks there.
+        alibi_slopes: (H,), or (sequences, H).
+        dropout_p, enable_gqa, kernel, window, backend: as for ``attention``. Backends other than the engines
+            ("cpu", "triton") go through the sequences one by one: they read the offsets, so a compiled graph
+            breaks there.
 
     Returns:
         (total_q, H, Ev).
@@ -146,12 +148,13 @@ def attention_varlen(
             raise ValueError(f"packed sequences are (total, H, size), got {name} {tuple(x.shape)}")
     limits = (left, 0 if is_causal else right)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    call, _ = make(
-        q, k, v, None, dropout_p, False, scale, enable_gqa, kernel, limits, alibi_slopes
-    )  # fmt: skip
-    # Each sequence has a diagonal of its own.
-    call = replace(call, diagonal=0)
+    call, _ = make(q, k, v, None, dropout_p, False, scale, enable_gqa, kernel, limits, None)
+    max_q, max_k = plain(max_q), plain(max_k)
     offsets = packed(call, cu_seq_q, cu_seq_k, max_q, max_k)
+    if alibi_slopes is not None:
+        alibi_slopes = slopes_of(alibi_slopes, query, offsets[0].shape[0] - 1, call.q.shape[1])
+    # Each sequence has a diagonal of its own.
+    call = replace(call, diagonal=0, slopes=alibi_slopes)
     total_q, total_k = call.q.shape[2], call.k.shape[2]
     # A backend that says so serves packed sequences at once.
     for name, module in BACKENDS.items():
@@ -164,8 +167,10 @@ def attention_varlen(
     # Without values (the meta device) the shapes are those of one sequence.
     lists = [[0, total_q], [0, total_k]] if call.q.is_meta else [cu.tolist() for cu in offsets]
     parts = []
-    for (q0, k0), (q1, k1) in itertools.pairwise(zip(*lists, strict=True)):
-        part = _rows(replace(call, k=call.k[:, :, k0:k1], v=call.v[:, :, k0:k1]), q0, q1)
+    for n, ((q0, k0), (q1, k1)) in enumerate(itertools.pairwise(zip(*lists, strict=True))):
+        own = alibi_slopes if alibi_slopes is None or alibi_slopes.shape[0] == 1 else alibi_slopes[n : n + 1]
+        part = replace(call, k=call.k[:, :, k0:k1], v=call.v[:, :, k0:k1], slopes=own)
+        part = _rows(part, q0, q1)
         part = replace(part, diagonal=(k1 - k0) - (q1 - q0))
         parts.append(choose(part, backend)[1].run(part))
     out = torch.cat(parts, 2) if parts else call.v.new_zeros(1, call.q.shape[1], 0, call.v.shape[3])

@@ -35,7 +35,7 @@ class Call:
     kernel: Kernel
     mask: Tensor | None = None  # bool, four-dimensional, broadcastable to (B, H, T, S)
     bias: Tensor | None = None  # floating, likewise, added to the scaled scores
-    slopes: Tensor | None = None  # (1 or B, H)
+    slopes: Tensor | None = None  # (1 or B, H); B is the number of sequences where they are packed
     diagonal: int = 0
     left: int = -1
     right: int = -1
@@ -127,6 +127,15 @@ def fits(x: Any, shape: tuple[int, ...], name: str, axes: str) -> None:
         sizes = zip(reversed(x.shape), reversed(shape), strict=False)
         if x.ndim > len(shape) or not all(n == 1 or n == m for n, m in sizes):
             raise ValueError(f"{name} must broadcast to {axes} = {shape}, got {tuple(x.shape)}")
+
+
+def slopes_of(slopes: Tensor, query: Tensor, batch: int, heads: int) -> Tensor:
+    """ALiBi slopes as (1 or B, H)."""
+    check_tensor("alibi_slopes", slopes)
+    check_together(query=query, alibi_slopes=slopes)
+    fits(slopes, (batch, heads), "alibi_slopes", "(B, H)")
+    slopes = slopes.expand(heads)[None] if slopes.ndim < 2 else slopes
+    return slopes.expand(-1, heads)
 
 
 class _Layout(NamedTuple):
@@ -246,7 +255,7 @@ def make(
     mask, bias, causal, lower_right = _masks(attn_mask, is_causal, rows, columns)
     check_together(
         query=query, key=key, value=value, attn_mask=mask if bias is None else bias, scale=scale,
-        alibi_slopes=alibi_slopes, alpha=form.r, margin=form.level,
+        alpha=form.r, margin=form.level,
     )  # fmt: skip
 
     def dense(x: Tensor | None) -> Tensor | None:
@@ -261,10 +270,7 @@ def make(
     if causal:
         right = 0
     if alibi_slopes is not None:
-        check_tensor("alibi_slopes", alibi_slopes)
-        fits(alibi_slopes, (q.shape[0], heads), "alibi_slopes", "(B, H)")
-        alibi_slopes = alibi_slopes.expand(heads)[None] if alibi_slopes.ndim < 2 else alibi_slopes
-        alibi_slopes = alibi_slopes.expand(-1, heads)
+        alibi_slopes = slopes_of(alibi_slopes, query, q.shape[0], heads)
     diagonal = 0 if causal and not lower_right else columns - rows
     return (
         Call(

@@ -189,21 +189,23 @@ def test_inputs_of_any_strides():
     )
 
 
-def test_packed_sequences():
+@pytest.mark.parametrize("slopes", [[0.1, 0.2], [[0.1, 0.2], [0.3, 0.0], [0.05, 0.4], [1.0, 0.5]]])
+def test_packed_sequences(slopes):
     lengths_q, lengths_k = [5, 0, 18, 2], [7, 3, 19, 1]
     cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(n)]) for n in (lengths_q, lengths_k))
     q, k, v = (x[0].transpose(0, 1) for x in inputs(1, 2, 1, 25, 30, 8, 12))
-    options = {
-        "kernel": "relumax",
-        "is_causal": True,
-        "enable_gqa": True,
-        "alibi_slopes": torch.tensor([0.1, 0.2]),
-    }
+    options = {"kernel": "relumax", "is_causal": True, "enable_gqa": True}
 
     def attend(backend):
-        return lambda *x: parzen.attention_varlen(*x, cu_q, cu_k, 18, 19, backend=backend, **options)
+        def f(q, k, v, slopes):
+            return parzen.attention_varlen(
+                q, k, v, cu_q, cu_k, 18, 19, alibi_slopes=slopes, backend=backend, **options
+            )
 
-    agree(run(attend("triton"), q, k, v), run(attend("reference"), q, k, v))
+        return f
+
+    tensors = (q, k, v, torch.tensor(slopes))
+    agree(run(attend("triton"), *tensors), run(attend("reference"), *tensors))
 
 
 # ---- gradients of the numbers --------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,6 +60,32 @@ def test_causal_is_lower_right(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (4, 4)], ids=str)
+def test_slopes_of_each_sequence(shape, backend):
+    tensors_of_call = (*tensors(), torch.rand(shape, dtype=torch.float64, requires_grad=True))
+
+    def together(q, k, v, slopes):
+        return packed(q, k, v, alibi_slopes=slopes, kernel="biweight", backend=backend)
+
+    def alone(q, k, v, slopes):
+        parts = []
+        for n, row in enumerate(slopes.expand(4, 4)):
+            rows, columns = slice(*QUERIES[n : n + 2]), slice(*KEYS[n : n + 2])
+            x = (x.transpose(0, 1) for x in (q[rows], k[columns], v[columns]))
+            out = parzen.attention(
+                *x, enable_gqa=True, alibi_slopes=row, kernel="biweight", backend="reference"
+            )
+            parts.append(out.transpose(0, 1))
+        return torch.cat(parts)
+
+    got, expected = together(*tensors_of_call), alone(*tensors_of_call)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+    grads = (torch.autograd.grad(x.sin().sum(), tensors_of_call) for x in (got, expected))
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
+    assert torch.autograd.gradgradcheck(together, tensors_of_call, fast_mode=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_scale_for_each_query(backend):
     q, k, v = tensors()
     scale = torch.rand(4, 15, dtype=torch.float64) + 0.5
@@ -113,10 +140,13 @@ def test_sequences_without_queries_or_keys(backend):
 def test_compiles_whole_and_looks_at_the_offsets_when_it_runs():
     torch._dynamo.reset()
 
+    slopes = torch.rand(4, 4, dtype=torch.float64)
+
     def f(q, k, v, cu_q, cu_k):
         return parzen.attention_varlen(
-            q, k, v, cu_q, cu_k, 9, 9, enable_gqa=True, kernel="biweight", is_causal=True
-        )
+            q, k, v, cu_q, cu_k, 9, 9,
+            enable_gqa=True, kernel="biweight", is_causal=True, alibi_slopes=slopes,
+        )  # fmt: skip
 
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     q, k, v = tensors()
@@ -140,7 +170,9 @@ def test_no_length_is_too_long():
     q, k, v = tensors(key_heads=4)
     cu = torch.tensor(QUERIES), torch.tensor(KEYS)
     got = parzen.attention_varlen(q, k, v, *cu, 2**70, 10**12, kernel="biweight")
-    assert torch.equal(got, parzen.attention_varlen(q, k, v, *cu, 7, 9, kernel="biweight"))
+    assert torch.equal(
+        got, parzen.attention_varlen(q, k, v, *cu, np.int64(7), np.int32(9), kernel="biweight")
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -154,6 +186,7 @@ def test_no_length_is_too_long():
         ({"max_q": 4}, ValueError, "at most max_q = 4"),
         ({"max_q": -1}, ValueError, "max_q must be ≥ 0, got -1"),
         ({"max_q": 7.0}, TypeError, "max_q must be an integer, got 7.0"),
+        ({"alibi_slopes": torch.ones(3, 4)}, ValueError, r"alibi_slopes must .* \(4, 4\), got"),
         ({"max_k": None}, TypeError, "max_k must be an integer, got None"),
         ({"cu_seq_k": torch.tensor([0, 9, 18, 22])}, ValueError, "same number of sequences"),
         ({"cu_seq_k": torch.tensor([KEYS])}, ValueError, r"shape \(sequences \+ 1,\), got \(1, 5\)"),

@@ -203,13 +203,17 @@ _Attention.forward.__signature__ = signature(_Attention.forward)  # type: ignore
 
 def _gradients(*args: Any) -> tuple[Tensor, ...]:
     """The engine's gradients, each reduced to the shape of its input."""
-    tensors, needs = args[5:10], args[-1]
+    tensors, needs, first_q = args[5:10], args[-1], args[2 + _SEED]
     name = args[1 + TENSORS]
     given = args[: 1 + TENSORS]
     dq, dk, dv, *rest = _operator(f"{name}_backward", given)(*given, *args[2 + TENSORS :])
     reduced = []
     for n, (grad, x, need) in enumerate(zip(rest, tensors, needs, strict=True)):
-        if need and n == 1:
+        if need and n == 1 and first_q is not None and x.shape[0] > 1:
+            # Each sequence's rows, one after the other.
+            sums = {"offsets": first_q, "axis": 0, "initial": 0, "unsafe": True}
+            grad = torch.segment_reduce(grad[0].mT.contiguous(), "sum", **sums)
+        elif need and n == 1:
             grad = grad.sum(-1)
         reduced.append(grad.sum_to_size(x.shape).to(x.dtype) if need else grad)
     return dq, dk, dv, *reduced
@@ -301,7 +305,7 @@ def dense(tensors: Sequence[Any], numbers: tuple[Any, ...]) -> Tensor:
     q, k, v, mask, bias, slopes, scale_at, level_at, r_at, _, first_q, first_k = tensors
     _, profile, rule, nearest, diagonal, left, right, scale, level, r, _, _, _, lower_right = numbers
 
-    def one(rows: slice, columns: slice, diagonal: int) -> Tensor:
+    def one(rows: slice, columns: slice, diagonal: int, slopes: Tensor | None) -> Tensor:
         def cut(x: Any, other: float) -> Any:
             return other if x is None else x if x.shape[-1] == 1 else x[..., rows]
 
@@ -313,12 +317,13 @@ def dense(tensors: Sequence[Any], numbers: tuple[Any, ...]) -> Tensor:
         return reference.run(call)
 
     if first_q is None:
-        return one(slice(None), slice(None), diagonal)
+        return one(slice(None), slice(None), diagonal, slopes)
     parts = []
     starts = zip(first_q.tolist(), first_q[1:].tolist(), first_k.tolist(), first_k[1:].tolist(), strict=False)
-    for q0, q1, k0, k1 in starts:
+    for n, (q0, q1, k0, k1) in enumerate(starts):
         corner = (k1 - k0) - (q1 - q0) if lower_right else 0
-        parts.append(one(slice(q0, q1), slice(k0, k1), diagonal + corner))
+        own = slopes if slopes is None or slopes.shape[0] == 1 else slopes[n : n + 1]
+        parts.append(one(slice(q0, q1), slice(k0, k1), diagonal + corner, own))
     return torch.cat(parts, 2)
 
 

@@ -169,13 +169,14 @@ def _launch(args: Sequence[Any]) -> _Launch:
     profile, rule, _, diagonal, left, right, scale, level, r, _, *longest, lower_right = args[TENSORS:]
     q, k, v = (_unit(x) for x in (q, k, v))
     packed = first_q is not None
+    batch = first_q.numel() - 1 if packed else q.shape[0]
     mask = None if mask is None else mask.view(torch.uint8)
     rows = [
         None if x is None else x.to(torch.float32).expand(q.shape[:3]).contiguous()
         for x in (scale_at, level_at, r_at)
     ]
     if slopes is not None:
-        slopes = slopes.to(torch.float32).expand(q.shape[:2]).contiguous()
+        slopes = slopes.to(torch.float32).expand(batch, q.shape[1]).contiguous()
     given = (mask, bias, slopes, *rows, first_q, first_k)
     power = profile == POWER and r_at is None and r in (0, 1, 2, 3)
     e, ev = q.shape[3], v.shape[3]
@@ -211,7 +212,7 @@ def _launch(args: Sequence[Any]) -> _Launch:
             **options(chosen),
         },
         config=chosen,
-        batch=first_q.numel() - 1 if packed else q.shape[0],
+        batch=batch,
         longest=(longest[0], longest[1]) if packed else (q.shape[2], k.shape[2]),
     )
 

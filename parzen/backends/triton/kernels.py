@@ -421,7 +421,7 @@ def forward(
         v_at = v_ptr + b * v_b + (h // GROUPS) * v_h + k0 * v_s
         mask = mask_ptr + b * mask_b + h * mask_h
         bias = bias_ptr + b * bias_b + h * bias_h
-        slope = tl.load(slope_ptr + b * H + h) if HAS_SLOPE else 0.0
+        slope = tl.load(slope_ptr + piece // tiles) if HAS_SLOPE else 0.0
         scale = _row(scale_ptr, line, real, scale_all, SCALE_AT)
         level = tl.maximum(_row(level_ptr, line, real, level_all, LEVEL_AT), _LOWEST)
         r = _row(r_ptr, line, real, r_all, R_AT)
@@ -718,7 +718,7 @@ def backward_queries(
         v_at = v_ptr + b * v_b + (h // GROUPS) * v_h + k0 * v_s
         mask = mask_ptr + b * mask_b + h * mask_h
         bias = bias_ptr + b * bias_b + h * bias_h
-        slope = tl.load(slope_ptr + b * H + h) if HAS_SLOPE else 0.0
+        slope = tl.load(slope_ptr + piece // tiles) if HAS_SLOPE else 0.0
         scale = _row(scale_ptr, line, real, scale_all, SCALE_AT)
         level = tl.maximum(_row(level_ptr, line, real, level_all, LEVEL_AT), _LOWEST)
         r = _row(r_ptr, line, real, r_all, R_AT)
@@ -856,7 +856,7 @@ def backward_keys(
             do_at = do_ptr + line0 * EV
             mask = mask_ptr + b * mask_b + h * mask_h
             bias = bias_ptr + b * bias_b + h * bias_h
-            slope = tl.load(slope_ptr + b * H + h) if HAS_SLOPE else 0.0
+            slope = tl.load(slope_ptr + piece // tiles // heads * H + h) if HAS_SLOPE else 0.0
             count = tl.zeros([BLOCK_N], tl.int32)
             i0 = begin
             go = begin < end
