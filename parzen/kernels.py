@@ -66,6 +66,11 @@ def eager(*tensors: Any) -> bool:
     return True
 
 
+def recording() -> bool:
+    """Whether a graph of plain operators is wanted: torch.export, torch.onnx.export, torch.jit.trace."""
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
 def readable(value: Tensor) -> bool:
     """Whether looking at the values is free: not traced, not mapped, not on another device."""
     return (

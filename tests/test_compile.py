@@ -82,13 +82,55 @@ def test_exports_to_onnx(name, tmp_path):
     np.testing.assert_allclose(got, Attend(name)(*inputs).numpy(), rtol=0, atol=2e-6)
 
 
+class Masked(Attend):
+    def forward(self, q, k, v, mask):
+        return parzen.attention(q, k, v, mask, kernel=self.kernel)
+
+
+@pytest.mark.parametrize("floating", [False, True])
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize("name", ["gaussian", "knn_gaussian?k=3"])
+def test_a_row_with_nothing_allowed_is_0_in_onnx(name, dynamo, floating, tmp_path):
+    mask = torch.rand(9, 9) > 0.3
+    mask[4] = False
+    inputs = (*(x.detach() for x in qkv(9)), torch.where(mask, 0.3, -torch.inf) if floating else mask)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(Masked(name).eval(), inputs, tmp_path / "a.onnx", dynamo=dynamo, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx", providers=["CPUExecutionProvider"])
+    feed = {i.name: x.numpy() for i, x in zip(session.get_inputs(), inputs, strict=True)}
+    (got,) = session.run(None, feed)
+    assert (got[:, :, 4] == 0).all()
+    np.testing.assert_allclose(got, Masked(name)(*inputs).numpy(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_what_the_old_exporter_lacks_is_said(tmp_path):
+    inputs = tuple(x.detach() for x in qkv(9))
+    with pytest.raises(NotImplementedError, match="leave dynamo=True"):
+        torch.onnx.export(Attend("biweight").eval(), inputs, tmp_path / "a.onnx", dynamo=False)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_trace_serves_all_lengths(name):
+    traced = torch.jit.trace(Attend(name), tuple(x.detach() for x in qkv(20)))
+    assert "parzen::" not in str(traced.inlined_graph)
+    for t in (2, 20, 33):
+        inputs = [x.detach() for x in qkv(t)]
+        torch.testing.assert_close(traced(*inputs), Attend(name)(*inputs))
+
+
 @pytest.mark.parametrize("name", ["knn_gaussian?k=16", "knn_uniform?k=16", "biweight"])
 def test_exports_with_a_dynamic_length(name, tmp_path):
     """On both sides of k: one graph for all lengths."""
     length = torch.export.Dim("length", min=2, max=4096)
     shapes = {"q": {2: length}, "k": {2: length}, "v": {2: length}}
     inputs = tuple(x.detach() for x in qkv(40))
-    program = torch.export.export(Attend(name), inputs, dynamic_shapes=shapes).module()
+    programs = [
+        torch.export.export(Attend(name), inputs, dynamic_shapes=shapes, strict=strict).module()
+        for strict in (False, True)
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
@@ -103,7 +145,8 @@ def test_exports_with_a_dynamic_length(name, tmp_path):
     for t in (2, 15, 16, 17, 64):
         x = [x.detach() for x in qkv(t)]
         expected = Attend(name)(*x)
-        torch.testing.assert_close(program(*x), expected)
+        for program in programs:
+            torch.testing.assert_close(program(*x), expected)
         (got,) = session.run(None, {i.name: y.numpy() for i, y in zip(session.get_inputs(), x, strict=True)})
         np.testing.assert_allclose(got, expected.numpy(), rtol=0, atol=2e-6)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from parzen.backends import engine, reference
 from parzen.backends.engine import TENSORS, gradient_shapes
 from parzen.call import Call
+from parzen.kernels import recording
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -304,7 +305,7 @@ def why_not(call: Call) -> str | None:
         return f"the CPU engine works on CPU tensors, these are on {call.q.device}"
     if call.q.dtype not in _DTYPES:
         return f"the CPU engine computes in float32 and float64, the inputs are {call.q.dtype}"
-    if torch.compiler.is_exporting():
+    if recording():
         return "an exported graph must consist of plain operators"
     if call.dropout > 0 and torch._C._are_functorch_transforms_active():
         return "the CPU engine draws dropout by the place in the batch, which vmap changes"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parzen.backends import cpu
-from parzen.kernels import EVERYWHERE, EXP, NEAREST, UNIT_MASS, Form
+from parzen.kernels import EVERYWHERE, EXP, NEAREST, UNIT_MASS, Form, recording
 
 # struct WeightMap of csrc/weights.h.
 _ARGS = struct.Struct("=7q4d4q")
@@ -160,7 +160,7 @@ def why_not(s: Tensor, form: Form) -> str | None:
     """None if ``run`` can serve rows ``s``, else a sentence that says why not."""
     if s.device.type != "cpu":
         return f"the CPU engine works on CPU tensors, these are on {s.device}"
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if recording():
         return "an exported graph must consist of plain operators"
     if isinstance(form.r, Tensor) or isinstance(form.level, Tensor):
         return "a parameter that is a tensor goes through the reference"

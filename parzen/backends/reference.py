@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parzen.call import Call
-from parzen.kernels import EXP, MARGIN, NEAREST, THRESHOLD, UNIT_MASS, Form, Number, readable
+from parzen.kernels import EXP, MARGIN, NEAREST, THRESHOLD, UNIT_MASS, Form, Number, readable, recording
 
 # Newton steps from the left: f·f' falls at least fourfold a step (f convex and decreasing), so 24 bring
 # n = 10⁴ equal scores to 1e-7 and 60 exhaust float64. Loops stop as soon as every row has settled.
@@ -76,7 +76,11 @@ torch.library.register_fake("parzen::unit_mass", lambda z, r: torch.empty_like(z
 
 
 def _sigma(z: Tensor, r: Number) -> Tensor:
-    if torch.compiler.is_exporting():
+    if recording():
+        if torch.jit.is_tracing() and torch.onnx.is_in_onnx_export():
+            raise NotImplementedError(
+                "torch.onnx.export(dynamo=False) has no expm1, which a unit mass needs: leave dynamo=True"
+            )
         return _solve(z, r, TRACED_STEPS, settle=False)
     exponent = r if isinstance(r, Tensor) else torch.tensor(r, dtype=torch.float64, device="cpu")
     return torch.ops.parzen.unit_mass(z, exponent)
@@ -122,8 +126,7 @@ def _theta(s: Tensor, best: Tensor, level: Number, form: Form) -> Tensor:
         # A huge radius may overflow: the ends of the range would be NaN.
         return (level + torch.zeros_like(best)).clamp_min(torch.finfo(best.dtype).min)
     if form.rule == NEAREST:
-        dynamic = torch.compiler.is_exporting() and isinstance(s.shape[-1], torch.SymInt)
-        if dynamic or torch.jit.is_tracing():
+        if recording():
             # topk would fix on which side of k the length is.
             first = torch.arange(s.shape[-1], device=s.device) < form.k
             order = s.sort(dim=-1, descending=True).values
@@ -240,7 +243,7 @@ def weight_map(s: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     r, level = (x.to(s.dtype) if isinstance(x, Tensor) else x for x in (form.r, form.level))
     static = replace(form, r=1.0 if isinstance(r, Tensor) else r, level=0.0)
     # An exported graph is in plain operators: no autograd.Function in it.
-    apply = _WeightMap.forward if torch.compiler.is_exporting() else _WeightMap.apply
+    apply = _WeightMap.forward if recording() else _WeightMap.apply
     w, _, theta = apply(s, r, level, static)
     return w, theta
 
@@ -284,7 +287,7 @@ class _Cleared(torch.autograd.Function):
 
 
 def _cleared(x: Tensor) -> Tensor:
-    return (_Cleared.forward if torch.compiler.is_exporting() else _Cleared.apply)(x)
+    return (_Cleared.forward if recording() else _Cleared.apply)(x)
 
 
 def _finite(x: Tensor) -> bool:
@@ -296,8 +299,9 @@ def _products(q: Tensor, k: Tensor) -> Tensor:
     """q·kᵀ. In backward 0·∞ and 0·NaN are 0: a bad key leaves alone the rows that give it no weight."""
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
     learns = learns or torch._C._are_functorch_transforms_active()
-    if torch.compiler.is_exporting() or not learns or (_finite(q) and _finite(k)):
-        return q @ k.mT
+    if recording() or not learns or (_finite(q) and _finite(k)):
+        # Not mT, which torch.onnx.export(dynamo=False) does not know.
+        return q @ k.transpose(-1, -2)
     bad = q.detach() @ k.detach().mT
     return _cleared(q) @ _cleared(k).mT + torch.where(torch.isfinite(bad), 0, bad)
 

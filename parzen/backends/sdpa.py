@@ -12,7 +12,7 @@ from torch import Tensor
 from parzen.backends import cpu
 from parzen.backends.reference import per_query_head
 from parzen.call import Call
-from parzen.kernels import EVERYWHERE, eager
+from parzen.kernels import EVERYWHERE, eager, recording
 
 _aten = torch.ops.aten
 _FLASH = 1  # torch.nn.attention.SDPBackend.FLASH_ATTENTION
@@ -111,11 +111,14 @@ def run(call: Call) -> Tensor:
     if not grouped:
         k, v = (per_query_head(x, q.shape[1]) for x in (k, v))
     # The choice of kernel and the additive form of a mask are as inside scaled_dot_product_attention.
-    if learns and q.device.type == "cpu" and not torch.compiler.is_compiling():
+    if learns and q.device.type == "cpu" and not (torch.compiler.is_compiling() or recording()):
         if torch._fused_sdp_choice(q, k, v, mask, call.dropout, causal, scale=scale) == _FLASH:
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
             return _Flash.apply(q, k, v, mask, causal, scale)[0]
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, call.dropout, causal, scale=scale, enable_gqa=grouped
-    )
+    o = F.scaled_dot_product_attention(q, k, v, mask, call.dropout, causal, scale=scale, enable_gqa=grouped)
+    if mask is not None and recording():
+        # Where the graph goes, such as into ONNX, softmax of a row with nothing allowed is no 0.
+        seen = mask if mask.dtype == torch.bool else mask > -torch.inf
+        o = torch.where(seen.any(-1, keepdim=True), o, 0)
+    return o
