@@ -27,7 +27,6 @@ from parzen.lab.ledger import (
     UNSURE,
     Place,
     Results,
-    write,
 )
 from parzen.lab.report import against, group, latex, markdown, notes, report, to_csv
 from parzen.lab.runs import Run, find_runs
@@ -449,9 +448,3 @@ def test_a_damaged_summary_is_named(tmp_path):
     (tmp_path / "summary.json").write_text("[]")
     with pytest.raises(UserError, match=r"summary\.json is damaged"):
         Results(tmp_path)
-
-
-def test_the_committed_ledger_is_what_the_code_writes(tmp_path):
-    write(ROOT / "results", tmp_path / "results.md")
-    committed = ROOT / "docs" / "results.md"
-    assert (tmp_path / "results.md").read_bytes() == committed.read_bytes(), "run: parzen report --ledger"
