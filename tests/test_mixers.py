@@ -22,7 +22,7 @@ from parzen.models.scan import (
     decayed_attention_step,
     selective_scan,
 )
-from parzen.models.sequence import MIXERS, SequenceConfig, SequenceModel, parameter_groups
+from parzen.models.sequence import MIXERS, SequenceConfig, SequenceModel
 from parzen.models.transformer import CausalAttention
 from parzen.nn import POSITIONS, rotate
 
@@ -401,7 +401,7 @@ def test_models_see_the_past_only_and_every_parameter_learns(mixer):
 @each_model
 def test_models_learn_to_copy_the_token_before(mixer):
     model = SequenceModel(SequenceConfig(20, 32, 2, mixer, 2, dropout=0.0))
-    optimizer = torch.optim.AdamW(parameter_groups(model, 1e-2, 0.0))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0)
     for _ in range(150):
         tokens = torch.randint(20, (16, 12))
         loss = F.cross_entropy(model(tokens)[:, 1:].flatten(0, 1), tokens[:, :-1].flatten())
@@ -424,23 +424,6 @@ def test_weights_start_as_in_the_benchmark(mixer):
         assert_close(linear.weight.std().item(), 0.02, rtol=0.1, atol=0)
     for linear in [*others, *outputs]:
         assert linear.bias is None or not linear.bias.any()
-
-
-def test_time_scales_learn_slowly_and_do_not_decay():
-    model = small("s4")
-    groups = parameter_groups(model, 5e-3, 0.1)
-    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
-    by = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
-    ssm = model.blocks[0].mixer.ssm
-    for parameter in (ssm.log_step, ssm.log_damping, ssm.frequency):
-        assert by[id(parameter)] == (1e-3, 0.0)
-    assert by[id(ssm.read)] == (5e-3, 0.1)
-    assert by[id(ssm.skip)] == (5e-3, 0.0)
-    assert {g["lr"] for g in parameter_groups(model, 1e-4, 0.1)} == {1e-4}
-    mamba = small("mamba")
-    by = {id(p): g["weight_decay"] for g in parameter_groups(mamba, 1e-4, 0.1) for p in g["params"]}
-    mixer = mamba.blocks[0].mixer
-    assert (by[id(mixer.log_a)], by[id(mixer.input.weight)]) == (0.0, 0.1)
 
 
 def test_learned_positions_end():

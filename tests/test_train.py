@@ -20,6 +20,7 @@ from parzen.lab.runs import Run, find_runs
 from parzen.lab.tasks.stories import StoriesConfig
 from parzen.lab.train import IGNORED, Keeper, Progress, TrainConfig, optimizer_of, train
 from parzen.models.mosaic import Mosaic, MosaicConfig
+from parzen.models.sequence import SequenceConfig, SequenceModel
 
 MODEL = MosaicConfig(vocab=17, layers=1, heads=2, width=16, slots=8, kernel="biweight", dropout=0.1)
 TRAIN = TrainConfig(steps=12, batch=4, lr=1e-2, evaluate_every=4)
@@ -292,6 +293,24 @@ def test_decay_and_rates_by_kind_of_parameter():
     assert by_rate[0.3]["weight_decay"] == by_rate[0.001]["weight_decay"] == 0
     assert len(by_rate[0.3]["params"]) == 3  # two norms of the block and the last one
     assert sum(len(g["params"]) for g in groups) == len(list(model_of().parameters()))
+
+
+def test_time_scales_learn_slowly_and_do_not_decay():
+    model = SequenceModel(SequenceConfig(20, 16, 2, "s4", 2, dropout=0.0))
+    config = dataclasses.replace(TRAIN, lr=5e-3, weight_decay=0.1)
+    groups = optimizer_of(model, config).param_groups
+    by = {id(p): (g["peak"], g["weight_decay"]) for g in groups for p in g["params"]}
+    ssm = model.blocks[0].mixer.ssm
+    for parameter in (ssm.log_step, ssm.log_damping, ssm.frequency):
+        assert by[id(parameter)] == (1e-3, 0.0)
+    assert by[id(ssm.read)] == (5e-3, 0.1)
+    assert by[id(ssm.skip)] == (5e-3, 0.0)
+    slow = optimizer_of(model, dataclasses.replace(config, lr=1e-4)).param_groups
+    assert {g["peak"] for g in slow} == {1e-4}
+    mamba = SequenceModel(SequenceConfig(20, 16, 2, "mamba", 2, dropout=0.0))
+    by = {id(p): g["weight_decay"] for g in optimizer_of(mamba, config).param_groups for p in g["params"]}
+    mixer = mamba.blocks[0].mixer
+    assert (by[id(mixer.log_a)], by[id(mixer.input.weight)]) == (0.0, 0.1)
 
 
 def test_bf16_trains(tmp_path):

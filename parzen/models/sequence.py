@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -177,22 +176,3 @@ class SequenceModel(Backbone):
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.embedding.weight)
-
-
-def parameter_groups(model: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimiser: ``params``, ``lr`` and ``weight_decay`` of each.
-
-    Decay acts on tensors of two or more axes. A module may say otherwise of its own parameters in a class
-    attribute ``optim``, {name: {"lr": the highest, "weight_decay": …}}: the parameters that set the time
-    scales of a state space train slowly and do not decay. A schedule should scale each group's own ``lr``.
-    """
-    special = {
-        parameter: getattr(module, "optim", {}).get(name, {})
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-    }
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for parameter, wish in special.items():
-        decay = wish.get("weight_decay", weight_decay if parameter.ndim >= 2 else 0.0)
-        groups.setdefault((min(lr, wish.get("lr", lr)), decay), []).append(parameter)
-    return [{"params": p, "lr": r, "weight_decay": d} for (r, d), p in groups.items()]
