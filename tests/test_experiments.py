@@ -7,6 +7,7 @@ import torch
 
 from parzen.cli import main
 from parzen.lab.experiments import regbench
+from parzen.lab.report import report
 from parzen.lab.runs import find_runs
 from parzen.lab.tasks.regbench import (
     BAR,
@@ -17,6 +18,7 @@ from parzen.lab.tasks.regbench import (
     summary,
     truth_of,
 )
+from parzen.models.sequence import MIXERS, Mixer
 
 # ---- RegBench ------------------------------------------------------------------------------------
 
@@ -148,3 +150,21 @@ def test_what_cannot_be_is_said_in_one_line(arguments, message, tmp_path, capsys
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+# ---- a new mixer ---------------------------------------------------------------------------------
+
+
+def test_a_new_mixer_trains_and_changes_no_table_of_the_paper(tmp_path, monkeypatch):
+    before = {scale: regbench.plan(regbench.Experiment(scale), 64) for scale in regbench.SCALES}
+    monkeypatch.setitem(MIXERS, "lazy", Mixer(lambda config: torch.nn.Identity()))
+    for scale, planned in before.items():
+        assert regbench.plan(regbench.Experiment(scale), 64) == planned
+        (config,) = regbench.plan(regbench.Experiment(scale, models=("lazy",)), 64)
+        assert config.name == "lazy"
+    one = regbench.Experiment("tiny", models=("lazy",), runs=tmp_path)
+    assert regbench.run(one) == 0
+    (run,) = find_runs([tmp_path])
+    assert run.finished
+    report([run], tmp_path / "report")
+    assert "lazy" in (tmp_path / "report" / "table.md").read_text()

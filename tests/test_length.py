@@ -15,12 +15,13 @@ from parzen.attention import attention_weights
 from parzen.cli import main
 from parzen.lab import ledger
 from parzen.lab.config import RunConfig
+from parzen.lab.errors import UserError
 from parzen.lab.experiments import length
 from parzen.lab.runs import Run, find_runs
 from parzen.lab.sweep import best_model, build
 from parzen.lab.tasks.length import TASKS, LengthConfig, Lengths, score, to_device, written
 from parzen.lab.tasks.recall import MQMTAR
-from parzen.lab.tasks.sequence import IGNORED, exact_match
+from parzen.lab.tasks.sequence import IGNORED, Samples, Sort, exact_match
 from parzen.lab.train import Keeper, train
 from parzen.models.generate import TransformerReader
 from parzen.models.mosaic import Mosaic, MosaicConfig
@@ -457,3 +458,26 @@ def test_the_report_has_a_figure_and_a_column_for_each_length(runs, tmp_path):
     header = (tmp_path / "table.md").read_text().splitlines()[0]
     assert "| exact match, 3 | exact match, 6 |" in header
     assert "exact_match.6_interval" in (tmp_path / "table.csv").read_text().splitlines()[0]
+
+
+# ---- a new task ----------------------------------------------------------------------------------
+
+
+def test_a_task_without_sizes_is_refused_at_once(monkeypatch):
+    monkeypatch.setitem(TASKS, "again", TASKS["copy"])
+    with pytest.raises(UserError, match="the task 'again' has no sizes at the scale tiny; add them to"):
+        length.plan(length.Experiment("again", "tiny"))
+
+
+def test_a_task_whose_targets_differ_in_length_is_refused_at_once(monkeypatch):
+    class Uneven(Sort):
+        def _draw(self, *arguments):
+            source, lengths, target, _ = super()._draw(*arguments)
+            return Samples(source, lengths, target, lengths - np.arange(len(lengths)) % 2)
+
+    monkeypatch.setitem(TASKS, "uneven", lambda c: Uneven(c.symbols))
+    monkeypatch.setitem(
+        length.SCALES["tiny"], "uneven", replace(length.SCALES["tiny"]["sort"], data=LengthConfig("uneven"))
+    )
+    with pytest.raises(UserError, match="expected sources, and targets, of one length"):
+        length.plan(length.Experiment("uneven", "tiny"))

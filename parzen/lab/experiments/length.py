@@ -244,11 +244,18 @@ def plan(experiment: Experiment) -> list[RunConfig]:
     Raises:
         UserError: settings that nothing can be made of.
     """
+    if experiment.task not in SCALES[experiment.scale]:
+        raise UserError(
+            f"the task {experiment.task!r} has no sizes at the scale {experiment.scale}; "
+            "add them to parzen.lab.experiments.length.SCALES"
+        )
     setting = SCALES[experiment.scale][experiment.task]
     try:
         data = setting.data
         if experiment.lengths is not None:
             data = LengthConfig(**{**vars(data), "lengths": tuple(experiment.lengths)})
+        # Generation writes all samples of a test side by side: hours of training must not end in a refusal.
+        answer_start(data.task().batch(data.data_seed, "test", np.arange(SEEN), data.longest).labels)
         models: list[tuple[Recipe, MosaicConfig | SequenceConfig]] = []
         if "mosaic" in experiment.models:
             models += [(setting.mosaic, config) for config in _mosaics(experiment, setting, data)]
