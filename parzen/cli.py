@@ -465,7 +465,7 @@ def _add_export(commands: Commands[Parser]) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    import_module("parzen.integrations.export").export_run(arguments.folder, arguments.to)
+    import_module("parzen.lab.export").export_run(arguments.folder, arguments.to)
     print(f"saved {arguments.to}")
     return 0
 
@@ -528,7 +528,7 @@ def _add_bench(commands: Commands[Parser]) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    bench = import_module("parzen.bench")
+    bench = import_module("parzen.lab.bench")
     options = {
         k: v for k, v in vars(arguments).items() if k not in ("run", "what", "long", "folder", "device")
     }

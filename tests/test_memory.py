@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import parzen
-from parzen import bench
 from parzen.backends import cpu, recall
 from parzen.kernels import Kernel, Power, UnitMass, WithinMargin
+from parzen.lab import bench
 from parzen.lab.tasks.tales import tales
 from parzen.memory import DTYPES, KeyValueMemory
 from parzen.models.mosaic import Mosaic, MosaicConfig

@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import parzen
-from parzen import bench, testing
+from parzen import testing
 from parzen.backends import BACKENDS, Call, choose, triton
 from parzen.cli import main
 from parzen.kernels import lower
+from parzen.lab import bench
 from parzen.testing import check_kernel, witness
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -237,11 +237,10 @@ def _models(
         grid = {key: values for key, values in grid.items() if key != "heads"}
     for values in itertools.product(*grid.values()):
         point = dict(zip(grid, values, strict=True))
-        sizes = {key: point.pop(key) for key in ("width", "layers", "heads") if key in point}
-        yield (
-            SequenceConfig(VOCAB, mixer=name, **{**scale.mixers.get(name, scale.mixer), **sizes}),
-            _training(experiment, scale, examples, **point),
-        )
+        sizes = dict(scale.mixers.get(name, scale.mixer))
+        sizes |= {key: point.pop(key) for key in ("width", "layers", "heads") if key in point}
+        training = _training(experiment, scale, examples, **point)
+        yield SequenceConfig(VOCAB, mixer=name, **sizes), training
 
 
 def _training(
