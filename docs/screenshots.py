@@ -12,9 +12,10 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-from parzen.lab.ledger import CLAIMS, Results
-from parzen.lab.report import group, html
-from parzen.lab.runs import find_runs
+from parzen.lab.reports.document import html
+from parzen.lab.reports.groups import group
+from parzen.lab.reports.ledger import CLAIMS, Results
+from parzen.lab.run.folder import find_runs
 
 ROOT = Path(__file__).parent.parent
 

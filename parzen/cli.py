@@ -108,7 +108,7 @@ def _add_kernels(commands: Commands[Parser]) -> None:
 
 def _kernels(arguments: argparse.Namespace) -> int:
     if arguments.figure is not None:
-        figures = import_module("parzen.lab.figures")
+        figures = import_module("parzen.lab.reports.figures")
         files = import_module("parzen.lab.files")
         form = figures.file_format(str(arguments.figure))
         files.write_whole(arguments.figure, figures.kernels_figure(form))
@@ -173,7 +173,7 @@ def _add_demo(commands: Commands[Parser]) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    demo = import_module("parzen.lab.demo")
+    demo = import_module("parzen.lab.reports.demo")
     given = _given(arguments, "to")
     minutes = None if "tokens" in given else demo.SIZE.minutes
     return int(demo.run(replace(demo.SIZE, **{"minutes": minutes, **given}), arguments.to))
@@ -256,7 +256,7 @@ def _add_training(command: Parser) -> None:
 
 
 def _add_how(command: Parser) -> None:
-    """How runs are carried out: the fields of ``parzen.lab.sweep.How``."""
+    """How runs are carried out: the fields of ``parzen.lab.run.sweep.How``."""
     how = command.add_argument_group("how runs are carried out")
     how.add_argument("--device", type=_device, help="cpu (default), cuda, …")
     how.add_argument("--compile", dest="compiled", action="store_true", help="use torch.compile")
@@ -277,7 +277,7 @@ def _add_how(command: Parser) -> None:
 
 
 def _how(arguments: argparse.Namespace) -> Any:
-    sweep = import_module("parzen.lab.sweep")
+    sweep = import_module("parzen.lab.run.sweep")
     names = [field.name for field in fields(sweep.How)]
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     if arguments.engine != "ray" and given.keys() & {"address", "cpus_per_run"}:
@@ -412,7 +412,7 @@ def _add_reproduce(commands: Commands[Parser]) -> None:
 
 
 def _reproduce(arguments: argparse.Namespace) -> int:
-    module = import_module("parzen.lab.reproduce")
+    module = import_module("parzen.lab.reports.reproduce")
     how = _how(arguments)
     request = module.Request(how=how, **_given(arguments, "target"))
     return int(module.reproduce(arguments.target, request))
@@ -483,12 +483,12 @@ def _add_report(commands: Commands[Parser]) -> None:
 
 def _report(arguments: argparse.Namespace) -> int:
     if arguments.ledger:
-        import_module("parzen.lab.ledger").write()
+        import_module("parzen.lab.reports.ledger").write()
         return 0
     if not arguments.places or arguments.to is None:
         raise UserError("give the run folders and --to DIR, or --ledger")
-    runs = import_module("parzen.lab.runs").find_runs(arguments.places)
-    for path in import_module("parzen.lab.report").report(runs, arguments.to):
+    runs = import_module("parzen.lab.run.folder").find_runs(arguments.places)
+    for path in import_module("parzen.lab.reports.document").report(runs, arguments.to):
         print(path)
     return 0
 
@@ -503,7 +503,7 @@ def _add_data(commands: Commands[Parser]) -> None:
 
 
 def _data(arguments: argparse.Namespace) -> int:
-    return int(import_module("parzen.lab.download").main(arguments.name, arguments.to))
+    return int(import_module("parzen.lab.data.download").main(arguments.name, arguments.to))
 
 
 # ---- bench ---------------------------------------------------------------------------------------
@@ -528,7 +528,6 @@ def _add_bench(commands: Commands[Parser]) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    bench = import_module("parzen.lab.bench")
     options = {
         k: v for k, v in vars(arguments).items() if k not in ("run", "what", "long", "folder", "device")
     }
@@ -536,7 +535,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         if arguments.what != "attention" or arguments.long or arguments.folder or arguments.threads:
             raise UserError("--device cuda goes with attention, --kernels, --lengths and --out only")
         del options["threads"]
-        if bench.bench_gpu(**options) is None:
+        if import_module("parzen.lab.bench.gpu").bench_gpu(**options) is None:
             print("no GPU to time: torch sees no CUDA device", file=sys.stderr)
             return 3
         return 0
@@ -546,9 +545,9 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise UserError("--run goes with decode only")
     try:
         if arguments.what == "attention":
-            bench.bench_attention(**options, long=arguments.long)
+            import_module("parzen.lab.bench.attention").bench_attention(**options, long=arguments.long)
         else:
-            bench.bench_decode(**options, folder=arguments.folder)
+            import_module("parzen.lab.bench.decode").bench_decode(**options, folder=arguments.folder)
     except ValueError as error:
         raise UserError(str(error)) from error
     return 0

@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 
-from parzen.lab.config import RunConfig
-from parzen.lab.runs import Run
+from parzen.lab.run.config import RunConfig
+from parzen.lab.run.folder import Run
+from parzen.lab.run.train import TrainConfig
 from parzen.lab.tasks.stories import StoriesConfig
-from parzen.lab.train import TrainConfig
 from parzen.models.mosaic import MosaicConfig
 
 WORDS = ["Once", " upon", "<script>alert(1)</script>", "$x_1$", "\n", "猫", "\ud800", "&amp;"]

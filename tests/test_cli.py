@@ -13,7 +13,7 @@ import parzen
 from parzen import cli
 from parzen.cli import main
 from parzen.kernels import KERNELS, UnitMass, kernel
-from parzen.lab import figures
+from parzen.lab.reports import figures
 
 
 def fails(capsys, *argv):

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from parzen.lab.ledger import write
-from parzen.lab.report import group, summary
-from parzen.lab.runs import Run, find_runs, to_bytes
+from parzen.lab.reports.groups import group
+from parzen.lab.reports.ledger import write
+from parzen.lab.reports.tables import summary
+from parzen.lab.run.folder import Run, find_runs, to_bytes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"

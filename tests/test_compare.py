@@ -12,9 +12,11 @@ import torch
 
 from parzen.attention import attention_weights
 from parzen.cli import main
-from parzen.lab import evaluate, sweep
-from parzen.lab.runs import find_runs
-from parzen.lab.tasks.stories import generated_stories
+from parzen.lab.data.text import generated_stories
+from parzen.lab.experiments.kernel_use import attention_map, kernel_use
+from parzen.lab.run import sweep
+from parzen.lab.run.folder import find_runs
+from parzen.lab.tasks.stories import loss
 from parzen.models.mosaic import ContextualMemory, Mosaic, MosaicConfig
 
 
@@ -174,8 +176,8 @@ class Elsewhere(torch.nn.Module):
 
 def test_inputs_go_where_the_model_is():
     windows = torch.zeros(3, 5, dtype=torch.long), torch.ones(3, 5, dtype=torch.long)
-    assert evaluate.loss(Elsewhere(7), windows) == pytest.approx(math.log(7))
-    assert evaluate.kernel_use(Elsewhere(7), windows[0]) == {}
+    assert loss(Elsewhere(7), windows) == pytest.approx(math.log(7))
+    assert kernel_use(Elsewhere(7), windows[0]) == {}
 
 
 def test_minutes_become_tokens_once(text, tmp_path, capsys):
@@ -245,7 +247,7 @@ def test_kernel_use_against_the_weights_themselves():
     torch.manual_seed(0)
     model = Mosaic(MosaicConfig(vocab=11, layers=2, heads=2, width=16, slots=4, kernel="biweight")).eval()
     tokens = torch.randint(0, 11, (5, 9))
-    got = evaluate.kernel_use(model, tokens, batch=2)
+    got = kernel_use(model, tokens, batch=2)
     x = model.embedding(tokens)
     block = model.blocks[0]
     assert isinstance(block.mixer, ContextualMemory)
@@ -259,7 +261,7 @@ def test_kernel_use_against_the_weights_themselves():
     torch.testing.assert_close(
         torch.tensor(got["entropy"][0], dtype=torch.float64), entropy, rtol=1e-5, atol=1e-6
     )
-    rows = evaluate.attention_map(model, tokens[0])
+    rows = attention_map(model, tokens[0])
     torch.testing.assert_close(torch.tensor(rows[0])[:, 1:, :-1], w.weights[0], rtol=0, atol=1e-4)
     assert not torch.tensor(rows[0])[:, 0].any()
 

@@ -16,11 +16,15 @@ from torch import nn
 from torch.testing import assert_close
 
 from parzen.cli import main
-from parzen.lab import demo, evaluate, sweep
 from parzen.lab.console import duration, markdown_table, progress, show_table
+from parzen.lab.data.text import generated_stories
 from parzen.lab.experiments import stories
-from parzen.lab.runs import find_runs
-from parzen.lab.tasks.stories import IGNORED, generated_stories
+from parzen.lab.experiments.kernel_use import kernel_use
+from parzen.lab.reports import demo
+from parzen.lab.run import sweep
+from parzen.lab.run.folder import find_runs
+from parzen.lab.tasks.stories import loss
+from parzen.lab.tasks.task import IGNORED
 from parzen.models.mosaic import Mosaic, MosaicConfig
 
 
@@ -228,7 +232,7 @@ def test_loss_is_the_mean_over_real_targets():
     logits = torch.log_softmax(model(inputs[real]), -1)
     expected = -logits.gather(1, targets[real][:, None]).mean().item()
     for batch in (1, 2, 3):
-        assert_close(evaluate.loss(model, (inputs, targets), batch), expected)
+        assert_close(loss(model, (inputs, targets), batch), expected)
 
 
 def test_share_of_keys_counts_the_allowed_ones():
@@ -237,7 +241,7 @@ def test_share_of_keys_counts_the_allowed_ones():
     def share(kernel):
         torch.manual_seed(0)
         config = MosaicConfig(12, 2, 2, 8, 3, kernel, dropout=0.5)
-        return evaluate.kernel_use(Mosaic(config), tokens, batch=2)["share_of_keys"]
+        return kernel_use(Mosaic(config), tokens, batch=2)["share_of_keys"]
 
     assert share("gaussian") == 1
     # Query t of 1 … 11 has t keys: min(t, 3) of them are used, no two tokens being the same.

@@ -8,25 +8,19 @@ import re
 import resource
 import struct
 import threading
+import time
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from random import Random
 
 import pytest
 
-from parzen.lab import download as lab
-from parzen.lab.download import (
-    DATASETS,
-    Dataset,
-    Published,
-    download,
-    lock,
-    main,
-    members,
-    open_member,
-    unpack,
-)
+from parzen.lab.data import archives
+from parzen.lab.data import download as fetching
+from parzen.lab.data.archives import members, open_member, unpack
+from parzen.lab.data.download import DATASETS, Dataset, Published, download, main
 from parzen.lab.errors import UserError
+from parzen.lab.files import lock
 
 BODY = os.urandom(3 << 20) + b"the end"
 SIZE = len(BODY)
@@ -83,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(lab, "WAITS", (0, 0, 0))
+    monkeypatch.setattr(fetching, "WAITS", (0, 0, 0))
     with Server() as running:
         thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()
@@ -178,7 +172,7 @@ def test_a_killed_download_is_gone_on_from_in_the_next_run(server, tmp_path, mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(lab.time, "sleep", killed)
+        patch.setattr(time, "sleep", killed)
         with pytest.raises(KeyboardInterrupt):
             download(server.published(), tmp_path / "file")
     assert not (tmp_path / "file").exists()
@@ -239,7 +233,7 @@ def test_an_endless_answer_is_cut(server, tmp_path, monkeypatch):
             handler.wfile.write(bytes(1 << 16))
 
     server.mood = endless
-    monkeypatch.setattr(lab, "LARGEST", 1 << 20)
+    monkeypatch.setattr(fetching, "LARGEST", 1 << 20)
     for size in (None, 1 << 18):
         with pytest.raises(UserError, match="more than the published file holds"):
             download(server.published(size=size), tmp_path / "file")
@@ -447,11 +441,11 @@ def test_the_same_name_twice_is_refused(save, tmp_path):
 def test_bombs_are_refused_by_size_and_number(save, tmp_path, monkeypatch):
     path = save(packed({"a.txt": bytes(5_000_000), "b.txt": b"b"}))
     assert path.stat().st_size < 5000
-    monkeypatch.setattr(lab, "MOST_UNPACKED", 4_000_000)
+    monkeypatch.setattr(archives, "MOST_UNPACKED", 4_000_000)
     with pytest.raises(UserError, match="holds 2 files of 5,000,001 bytes: too many"):
         unpack(path, tmp_path / "out")
-    monkeypatch.setattr(lab, "MOST_UNPACKED", 6_000_000)
-    monkeypatch.setattr(lab, "MOST_MEMBERS", 1)
+    monkeypatch.setattr(archives, "MOST_UNPACKED", 6_000_000)
+    monkeypatch.setattr(archives, "MOST_MEMBERS", 1)
     with pytest.raises(UserError, match="holds 2 files"):
         members(path)
 
@@ -524,10 +518,10 @@ def test_the_extra_is_named(save, monkeypatch, found):
 
     def version(name):
         if found is None:
-            raise lab.PackageNotFoundError(name)
+            raise archives.PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(lab, "version", version)
+    monkeypatch.setattr(archives, "version", version)
     for attempt in (lambda: members(path), lambda: main("babistories", path.parent)):
         with pytest.raises(UserError, match=r"to read it, run: pip install -U 'parzen\[7z\]'"):
             attempt()

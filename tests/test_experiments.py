@@ -7,17 +7,9 @@ import torch
 
 from parzen.cli import main
 from parzen.lab.experiments import regbench
-from parzen.lab.report import report
-from parzen.lab.runs import find_runs
-from parzen.lab.tasks.regbench import (
-    BAR,
-    InContext,
-    RegBenchConfig,
-    load_regbench,
-    score,
-    summary,
-    truth_of,
-)
+from parzen.lab.reports.document import report
+from parzen.lab.run.folder import find_runs
+from parzen.lab.tasks.regbench import BAR, InContext, RegBenchConfig, load_regbench, score, summary, truth_of
 from parzen.models.sequence import MIXERS, Mixer
 
 # ---- RegBench ------------------------------------------------------------------------------------
@@ -43,7 +35,7 @@ def test_every_model_has_scores_and_mosaics_say_what_their_kernel_does(regbench_
 
 
 def test_regbench_is_not_run_again_and_lists_n_grams(regbench_runs, capsys, monkeypatch):
-    monkeypatch.setattr("parzen.lab.sweep.train", None)
+    monkeypatch.setattr("parzen.lab.run.sweep.train", None)
     assert (
         main(["regbench", "--scale", "tiny", "--models", "mosaic,mamba", "--runs", str(regbench_runs)]) == 0
     )

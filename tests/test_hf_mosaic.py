@@ -12,12 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 
 from parzen import cli
 from parzen.integrations.transformers import MosaicCache, MosaicForCausalLM, ParzenMosaicConfig, register
-from parzen.lab import sweep
-from parzen.lab.config import RunConfig
-from parzen.lab.runs import Run
+from parzen.lab.data.tokens import train_tokenizer
+from parzen.lab.run import sweep
+from parzen.lab.run.config import RunConfig
+from parzen.lab.run.folder import Run
+from parzen.lab.run.train import TrainConfig
 from parzen.lab.tasks.length import LengthConfig
-from parzen.lab.tasks.stories import StoriesConfig, train_tokenizer
-from parzen.lab.train import TrainConfig
+from parzen.lab.tasks.stories import StoriesConfig
 from parzen.models.generate import generate
 from parzen.models.mosaic import Mosaic, MosaicConfig
 

@@ -13,16 +13,18 @@ from torch.testing import assert_close
 
 from parzen.attention import attention_weights
 from parzen.cli import main
-from parzen.lab import ledger
-from parzen.lab.config import RunConfig
 from parzen.lab.errors import UserError
 from parzen.lab.experiments import length
-from parzen.lab.runs import Run, find_runs
-from parzen.lab.sweep import best_model, build
+from parzen.lab.reports import ledger
+from parzen.lab.run.config import RunConfig
+from parzen.lab.run.folder import Run, find_runs
+from parzen.lab.run.sweep import best_model, build
+from parzen.lab.run.train import Keeper, train
 from parzen.lab.tasks.length import TASKS, LengthConfig, Lengths, score, to_device, written
-from parzen.lab.tasks.recall import MQMTAR
-from parzen.lab.tasks.sequence import IGNORED, Samples, Sort, exact_match
-from parzen.lab.train import Keeper, train
+from parzen.lab.tasks.mqmtar import MQMTAR
+from parzen.lab.tasks.sequence import Samples, exact_match
+from parzen.lab.tasks.sort import Sort
+from parzen.lab.tasks.task import IGNORED
 from parzen.models.generate import TransformerReader
 from parzen.models.mosaic import Mosaic, MosaicConfig
 from parzen.models.sequence import SequenceConfig, SequenceModel
@@ -68,7 +70,7 @@ def test_every_run_is_measured_at_every_length(runs):
 
 
 def test_what_is_finished_is_not_run_again(runs, capsys, monkeypatch):
-    monkeypatch.setattr("parzen.lab.sweep.train", None)
+    monkeypatch.setattr("parzen.lab.run.sweep.train", None)
     assert main([*COMMAND, "--steps", "5", "--runs", str(runs)]) == 0
     out = capsys.readouterr().out
     assert "6 runs, 6 of them done" in out

@@ -20,8 +20,8 @@ from torch.testing import assert_close
 import parzen
 from parzen.backends import cpu, recall
 from parzen.kernels import Kernel, Power, UnitMass, WithinMargin
-from parzen.lab import bench
-from parzen.lab.tasks.tales import tales
+from parzen.lab.bench import decode as bench
+from parzen.lab.data.tales import tales
 from parzen.memory import DTYPES, KeyValueMemory
 from parzen.models.mosaic import Mosaic, MosaicConfig
 

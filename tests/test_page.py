@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from run_folders import add_run, add_runs
 
-from parzen.lab import page
-from parzen.lab.figures import COLORS, MAP, Chart, Map, Series, luminance, on
-from parzen.lab.ledger import FAILS, HOLDS, LOSS, NOT_RUN, UNSURE, Claim, Outcome, Place, Within
-from parzen.lab.report import group, html
-from parzen.lab.runs import find_runs
+from parzen.lab.reports import page
+from parzen.lab.reports.document import html
+from parzen.lab.reports.figures import COLORS, MAP, Chart, Map, Series, luminance, on
+from parzen.lab.reports.groups import group
+from parzen.lab.reports.ledger import FAILS, HOLDS, LOSS, NOT_RUN, UNSURE, Claim, Outcome, Place, Within
+from parzen.lab.run.folder import find_runs
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -26,7 +26,7 @@ from parzen.lab.tasks.regbench import (
     ngram,
     truth_of,
 )
-from parzen.lab.tasks.sequence import IGNORED
+from parzen.lab.tasks.task import IGNORED
 
 EASY = Bounds(states=(4, 4), letters=(6, 6))
 ONE_LETTER = Bounds(states=(2, 2), letters=(1, 1), edges=(1, 1))

@@ -12,9 +12,10 @@ from run_folders import OFFSETS, add_run, add_runs
 from scipy import stats
 
 from parzen.kernels import kernel
-from parzen.lab.config import RunConfig
 from parzen.lab.errors import UserError
-from parzen.lab.ledger import (
+from parzen.lab.reports.document import report
+from parzen.lab.reports.groups import group
+from parzen.lab.reports.ledger import (
     CLAIMS,
     FAILS,
     FORMULAS,
@@ -28,11 +29,12 @@ from parzen.lab.ledger import (
     Place,
     Results,
 )
-from parzen.lab.report import against, group, latex, markdown, notes, report, to_csv
-from parzen.lab.runs import Run, find_runs
+from parzen.lab.reports.tables import against, latex, markdown, notes, to_csv
+from parzen.lab.run.config import RunConfig
+from parzen.lab.run.folder import Run, find_runs
+from parzen.lab.run.train import TrainConfig
 from parzen.lab.statistics import among, difference, mean
 from parzen.lab.tasks.length import LengthConfig
-from parzen.lab.train import TrainConfig
 from parzen.models.mosaic import MosaicConfig
 
 ROOT = Path(__file__).parent.parent

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from parzen.cli import main
-from parzen.lab import ledger, reproduce, sweep
-from parzen.lab.config import RunConfig
 from parzen.lab.experiments import regbench, stories
-from parzen.lab.reproduce import Request
-from parzen.lab.runs import find_runs
-from parzen.lab.train import Keeper, train
+from parzen.lab.reports import ledger, reproduce
+from parzen.lab.reports.reproduce import Request
+from parzen.lab.run import sweep
+from parzen.lab.run.config import RunConfig
+from parzen.lab.run.folder import find_runs
+from parzen.lab.run.train import Keeper, train
 
 ROOT = Path(__file__).parents[1]
 

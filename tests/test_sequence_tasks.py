@@ -12,18 +12,12 @@ import torch
 from torch.testing import assert_close
 
 from parzen.lab.errors import UserError
-from parzen.lab.tasks.recall import ASKS, FIRST, GIVES, MQMTAR, SPACE
-from parzen.lab.tasks.sequence import (
-    IGNORED,
-    Copy,
-    Reverse,
-    Sort,
-    Task,
-    exact_match,
-    read_pairs,
-    token_accuracy,
-    write_pairs,
-)
+from parzen.lab.tasks.copy import Copy
+from parzen.lab.tasks.mqmtar import ASKS, FIRST, GIVES, MQMTAR, SPACE
+from parzen.lab.tasks.reverse import Reverse
+from parzen.lab.tasks.sequence import exact_match, read_pairs, token_accuracy, write_pairs
+from parzen.lab.tasks.sort import Sort
+from parzen.lab.tasks.task import IGNORED, Task
 
 SMALL = MQMTAR(alphabet=64, keys=4096, fewest_pairs=2)
 TASKS = [Sort(), Reverse(), Copy(), Sort(symbols=7), MQMTAR(), SMALL]
@@ -213,7 +207,7 @@ def test_training_never_repeats_unless_asked():
 
 def test_the_same_data_in_another_process():
     code = (
-        "from parzen.lab.tasks.recall import MQMTAR; from parzen.lab.tasks.sequence import Sort; "
+        "from parzen.lab.tasks.mqmtar import MQMTAR; from parzen.lab.tasks.sort import Sort; "
         "print(*(t.sample(4, 'train', 9, (20, 64)) for t in (MQMTAR(), Sort())))"
     )
     there = subprocess.run(

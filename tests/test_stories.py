@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,28 +19,16 @@ import torch
 from tokenizers import pre_tokenizers
 from torch.testing import assert_close
 
+from parzen.lab.data import text as files
+from parzen.lab.data import tokens
+from parzen.lab.data.tales import tales
+from parzen.lab.data.text import END, Generated, Split, generated_stories, open_text
+from parzen.lab.data.tokens import cache_dir, encode, read_tokenizer, sample, token_stream, train_tokenizer
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
-from parzen.lab.tasks import stories as task
 from parzen.lab.tasks.ngrams import Bigram
-from parzen.lab.tasks.stories import (
-    END,
-    IGNORED,
-    Batches,
-    Generated,
-    Part,
-    Stories,
-    cache_dir,
-    encode,
-    generated_stories,
-    load_stories,
-    open_text,
-    read_tokenizer,
-    sample,
-    token_stream,
-    train_tokenizer,
-)
-from parzen.lab.tasks.tales import tales
+from parzen.lab.tasks.stories import Batches, Stories, load_stories
+from parzen.lab.tasks.task import IGNORED
 
 TWO = ["Once there was a fox.\nIt ran.", 'She said "héllo" — 再见 🦊']
 TEXT = "\n\n".join(TWO)
@@ -51,7 +40,7 @@ def named(value):
     return value if isinstance(value, str) and len(value) < 20 and value.isprintable() else "data"
 
 
-def read_stories(path, most=None, say=task.silent):
+def read_stories(path, most=None, say=files.silent):
     return list(open_text(path, most, say))
 
 
@@ -161,12 +150,12 @@ def test_missing_files_and_empty_folders(tmp_path):
 
 def test_what_can_be_read_once_only_is_refused():
     with pytest.raises(UserError, match="/dev/null can be read once only; save it as a file first"):
-        read_stories(task.Path("/dev/null"))
+        read_stories(Path("/dev/null"))
 
 
 def test_a_decompression_bomb_costs_no_memory(write, monkeypatch):
     """100 MB of one line, in 15 kB: refused at the longest line, long before it is all there."""
-    monkeypatch.setattr(task, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(files, "LONGEST_LINE", 1 << 20)
     bomb = write("bomb.xz", lzma.compress(b"a" * 100_000_000, preset=0))
     with pytest.raises(UserError, match="line 1: longer than 1 MiB"):
         read_stories(bomb)
@@ -174,7 +163,7 @@ def test_a_decompression_bomb_costs_no_memory(write, monkeypatch):
 
 @pytest.mark.parametrize("text", [b"A story without end. " * 50_000, b"a\n" * 600_000])
 def test_a_story_without_end_costs_no_memory(write, monkeypatch, text):
-    monkeypatch.setattr(task, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(files, "LONGEST_LINE", 1 << 20)
     with pytest.raises(UserError, match="longer than 1 MiB"):
         read_stories(write("endless.txt.xz", lzma.compress(text, preset=0)))
 
@@ -289,8 +278,8 @@ def test_the_digest_is_of_the_content(write, tmp_path):
         open_text(tmp_path / "a.txt", most=1000).digest,
         open_text(write("d.jsonl", TEXT)).digest,
         open_text(tmp_path).digest,
-        Part(open_text(tmp_path / "a.txt"), held_out=False).digest,
-        Part(open_text(tmp_path / "a.txt"), held_out=True).digest,
+        Split(open_text(tmp_path / "a.txt"), held_out=False).digest,
+        Split(open_text(tmp_path / "a.txt"), held_out=True).digest,
         Generated(0, 1000).digest,
         Generated(1, 1000).digest,
         Generated(0, 1001).digest,
@@ -303,7 +292,7 @@ def test_the_digest_is_of_the_content(write, tmp_path):
 
 def test_the_same_seed_tells_the_same_stories_in_any_process():
     code = (
-        "from parzen.lab.tasks.tales import tales; from itertools import islice; print(*islice(tales(5), 20))"
+        "from parzen.lab.data.tales import tales; from itertools import islice; print(*islice(tales(5), 20))"
     )
     # A hash seed that no other process has by chance.
     env = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONIOENCODING": "utf-8"}
@@ -356,7 +345,8 @@ def test_any_text_survives_the_tokeniser():
 
 def test_training_is_the_same_in_another_process():
     code = (
-        "from parzen.lab.tasks.stories import *;"
+        "from parzen.lab.data.text import generated_stories;"
+        "from parzen.lab.data.tokens import train_tokenizer;"
         "print(train_tokenizer(generated_stories(3, 30_000), 500).to_str(), end='')"
     )
     env = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONUTF8": "1"}
@@ -414,7 +404,7 @@ def test_a_trained_tokeniser_is_cached_and_made_again_if_damaged(write, monkeypa
     (cached,) = cache_dir().glob("bpe-*")
     whole = cached.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(task, "train_tokenizer", None)
+        patch.setattr(tokens, "train_tokenizer", None)
         assert load_stories(path, vocab=300, context=8).tokenizer.to_str() == first
     cached.write_bytes(whole[:100])
     assert load_stories(path, vocab=300, context=8).tokenizer.to_str() == first
@@ -436,7 +426,7 @@ def tokenizer():
 @pytest.fixture
 def text(write, monkeypatch):
     """Many stories, in batches of a few."""
-    monkeypatch.setattr(task, "BATCH", 2000)
+    monkeypatch.setattr(tokens, "BATCH", 2000)
     return open_text(write("told.jsonl", "".join(json.dumps(story) + "\n" for story in TOLD)))
 
 
@@ -451,7 +441,7 @@ def test_a_stream_is_mapped_and_made_once(text, tokenizer, monkeypatch):
     assert stream.tolist() == expected(tokenizer)
     assert count == len(TOLD)
     assert token_stream(text, tokenizer, lead=True)[0].tolist() == [0, *expected(tokenizer)]
-    monkeypatch.setattr(task, "encode", None)
+    monkeypatch.setattr(tokens, "encode", None)
     again, count = token_stream(text, tokenizer)
     assert again.tolist() == stream.tolist()
     assert count == len(TOLD)
@@ -480,7 +470,7 @@ def test_many_tokens_need_four_bytes(tmp_path):
 def test_an_interrupted_stream_is_gone_on_from(text, tokenizer, monkeypatch, lead):
     """Interrupted again and again, by whatever, the stream is that of one go, no story encoded twice."""
     whole, encoded = [0] * lead + expected(tokenizer), []
-    monkeypatch.setattr(task, "NOTE", 0)
+    monkeypatch.setattr(tokens, "NOTE", 0)
 
     def some(tokenizer, stories):
         for piece, count in itertools.islice(encode(tokenizer, stories), 3):
@@ -491,7 +481,7 @@ def test_an_interrupted_stream_is_gone_on_from(text, tokenizer, monkeypatch, lea
 
     interrupted = 0
     with monkeypatch.context() as patch:
-        patch.setattr(task, "encode", some)
+        patch.setattr(tokens, "encode", some)
         while True:
             try:
                 stream, count = token_stream(text, tokenizer, lead)
@@ -512,16 +502,17 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_whole(text, tokenizer
     code = f"""if True:
         import os, signal
         from pathlib import Path
-        from parzen.lab.tasks import stories as task
-        task.BATCH, task.NOTE, keep = 2000, 0, task._keep
+        from parzen.lab.data import tokens
+        from parzen.lab.data.text import open_text
+        tokens.BATCH, tokens.NOTE, keep = 2000, 0, tokens._keep
         def kill(file, data, note):
             keep(file, data, note)
             if note.stories > {len(TOLD) // 2}:
                 file.write(b"half")
                 os.kill(os.getpid(), signal.SIGKILL)
-        task._keep = kill
-        tokenizer = task.read_tokenizer(Path({str(tmp_path / "tokenizer.json")!r}))
-        task.token_stream(task.open_text(Path({str(text.items[0].path)!r})), tokenizer)
+        tokens._keep = kill
+        tokenizer = tokens.read_tokenizer(Path({str(tmp_path / "tokenizer.json")!r}))
+        tokens.token_stream(open_text(Path({str(text.items[0].path)!r})), tokenizer)
     """
     assert subprocess.run([sys.executable, "-c", code]).returncode == -9
     (note,) = cache_dir().glob("*.json")
@@ -551,7 +542,7 @@ def test_processes_wait_for_the_one_that_tokenises(text, tokenizer, monkeypatch)
         made.append(1)
         yield from encode(tokenizer, stories)
 
-    monkeypatch.setattr(task, "encode", counted)
+    monkeypatch.setattr(tokens, "encode", counted)
     with ThreadPoolExecutor(4) as pool:
         streams = list(pool.map(lambda _: token_stream(text, tokenizer)[0].tolist(), range(4)))
     assert streams == [expected(tokenizer)] * 4
@@ -559,7 +550,7 @@ def test_processes_wait_for_the_one_that_tokenises(text, tokenizer, monkeypatch)
 
 
 def test_a_full_disk_is_one_line_and_gone_on_from(text, tokenizer, monkeypatch):
-    monkeypatch.setattr(task, "NOTE", 0)
+    monkeypatch.setattr(tokens, "NOTE", 0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5001, limits[1]))
     try:
@@ -587,7 +578,7 @@ def test_without_a_usable_home_tokens_are_held_in_memory(monkeypatch, tmp_path, 
 
 def test_long_work_says_how_far_it_is(text, tokenizer, monkeypatch):
     clock = itertools.count(0, 11)
-    monkeypatch.setattr(task.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(tokens.time, "monotonic", lambda: float(next(clock)))
     said = []
     token_stream(text, tokenizer, say=said.append)
     assert re.fullmatch(r"told\.jsonl: 0 M tokens, \d+:\d\d left", said[3])

@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from parzen.lab.config import RunConfig
 from parzen.lab.errors import UserError
-from parzen.lab.runs import Run, find_runs
+from parzen.lab.run.config import RunConfig
+from parzen.lab.run.folder import Run, find_runs
+from parzen.lab.run.train import Keeper, Progress, TrainConfig, optimizer_of, train
 from parzen.lab.tasks.stories import StoriesConfig
-from parzen.lab.train import IGNORED, Keeper, Progress, TrainConfig, optimizer_of, train
+from parzen.lab.tasks.task import IGNORED
 from parzen.models.mosaic import Mosaic, MosaicConfig
 from parzen.models.sequence import SequenceConfig, SequenceModel
 

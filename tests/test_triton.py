@@ -20,7 +20,7 @@ from parzen import testing
 from parzen.backends import BACKENDS, Call, choose, triton
 from parzen.cli import main
 from parzen.kernels import lower
-from parzen.lab import bench
+from parzen.lab.bench import gpu as bench
 from parzen.testing import check_kernel, witness
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -9,9 +9,9 @@ from parzen.lab import console
 from parzen.lab.errors import UserError
 from parzen.lab.experiments import length, regbench, stories
 from parzen.lab.files import write_whole
-from parzen.lab.report import flat
-from parzen.lab.runs import Run, to_bytes
-from parzen.lab.sweep import How, Part, Work, best_model, sweep
+from parzen.lab.reports.groups import flat
+from parzen.lab.run.folder import Run, to_bytes
+from parzen.lab.run.sweep import How, Part, Work, best_model, sweep
 from parzen.lab.tasks.length import LengthConfig
 from parzen.lab.tasks.regbench import RegBenchConfig
 from parzen.lab.tasks.stories import StoriesConfig

@@ -9,9 +9,11 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 
 from parzen.integrations.transformers import MosaicForCausalLM, ParzenMosaicConfig
+from parzen.lab.data.text import END
+from parzen.lab.data.tokens import read_tokenizer
 from parzen.lab.errors import UserError
-from parzen.lab.sweep import best_model
-from parzen.lab.tasks.stories import END, StoriesConfig, read_tokenizer
+from parzen.lab.run.sweep import best_model
+from parzen.lab.tasks.stories import StoriesConfig
 from parzen.models.mosaic import Mosaic
 
 

@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from parzen.attention import AttentionWeights, attention_weights
 from parzen.kernels import kernel, spell
-from parzen.lab import console, evaluate
-from parzen.lab.config import EIGHT, RunConfig
+from parzen.lab import console
 from parzen.lab.errors import UserError
-from parzen.lab.runs import Run
-from parzen.lab.sweep import HERE, How, Part, Work, sweep
+from parzen.lab.experiments.kernel_use import attention_use, kernel_use
+from parzen.lab.run.config import EIGHT, RunConfig
+from parzen.lab.run.folder import Run
+from parzen.lab.run.sweep import HERE, How, Part, Work, sweep
+from parzen.lab.run.train import TrainConfig
 from parzen.lab.tasks.length import LengthConfig, Lengths, answer_start, score, to_device, written
-from parzen.lab.tasks.sequence import Batch, Task
-from parzen.lab.train import TrainConfig
+from parzen.lab.tasks.sequence import Batch
 from parzen.models.backbone import Backbone
 from parzen.models.generate import TransformerReader
-from parzen.models.mosaic import ContextualMemory, MosaicConfig
+from parzen.models.mosaic import MosaicConfig
 from parzen.models.sequence import SequenceConfig, SequenceModel
-from parzen.models.transformer import CausalAttention
 
 MODELS = ("mosaic", "transformer")
 # What Vasylenko et al. compare: kernel and bandwidth of the Transformers if neither is given.
@@ -45,8 +44,6 @@ TRANSFORMERS = (
 GENERATED, SEEN = 100, 32
 # A model has escaped at the first evaluation with more exact matches than this.
 ESCAPED = 0.5
-# Weights that are held at once.
-WEIGHTS = 2**23
 
 
 @dataclass(frozen=True)
@@ -328,7 +325,7 @@ def results(model: Backbone, config: RunConfig) -> dict[str, Any]:
         length);
         if attention can be read: ``heads`` (see ``attention_use``) by length, and their summary:
         ``mean_support`` over all heads, ``right_weight`` of the head that gives the right keys most;
-        of mosaics, ``evaluate.kernel_use`` on samples of the longest training length.
+        of mosaics, ``kernel_use`` on samples of the longest training length.
     """
     data: LengthConfig = config.task
     validation = Lengths(data).evaluate(model)
@@ -349,7 +346,7 @@ def results(model: Backbone, config: RunConfig) -> dict[str, Any]:
             found.setdefault("mean_support", {})[at] = float(np.mean(heads["support"]))
             found.setdefault("right_weight", {})[at] = max(map(max, heads["right_weight"]))
     # A whole map of the weights is affordable on short sources only.
-    return {**found, **evaluate.kernel_use(model, _some(model, data, data.longest).tokens)}
+    return {**found, **kernel_use(model, _some(model, data, data.longest).tokens)}
 
 
 def again(run: Run, model: Backbone, lengths: Sequence[int] | None = None) -> dict[str, Any]:
@@ -408,79 +405,6 @@ def _generated(model: Backbone, data: LengthConfig, length: int) -> float:
         said, due = written(reader, to_device(batch, model))
         right.append((said == due).double().mean(1))
     return float(torch.cat(right).mean())
-
-
-@torch.no_grad()
-def attention_use(model: Backbone, task: Task, batch: Batch) -> dict[str, Any]:
-    """What attention does where the target and EOS are said; empty if the model has none.
-
-    Args:
-        model: a Transformer or a mosaic.
-        task: what ``batch`` was drawn from.
-        batch: samples whose sources are equally long.
-
-    Returns:
-        Means of each head of each layer, [L][H]: ``support``, keys with weight; ``bandwidth``, effective
-        bandwidth H of Proposition 3.1 (None where some query sees every key whatever its distance, and where
-        keys are no unit vectors); ``right_weight``, the weight on the keys that hold what is to be said,
-        over the queries that have such keys. They are the tokens of ``Task.origins``; in a mosaic, whose
-        value at i has seen i + 1, the positions before those.
-    """
-    first, length = answer_start(batch.labels), batch.tokens.shape[1]
-    sources = batch.tokens[:, 1:first].cpu().numpy()
-    # The last row says EOS, which comes from nowhere.
-    origins = np.stack([np.pad(task.origins(source), ((0, 1), (0, 0))) for source in sources])
-    right = torch.from_numpy(origins).to(batch.tokens.device)
-    means = []
-
-    def look(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        assert isinstance(layer, ContextualMemory | CausalAttention)
-        (x,) = arguments
-        weights = _weights(layer, x)
-        step = max(1, WEIGHTS // (len(x) * layer.bandwidth.heads * length))
-        # Source token s stands at s + 1.
-        begin = int(isinstance(layer, CausalAttention))
-        total = torch.zeros(3, layer.bandwidth.heads, dtype=torch.float64, device=x.device)
-        for start in range(first, length, step):
-            stop = min(start + step, length)
-            got = weights(start, stop)
-            rows = right[:, None, start - first : stop - first]
-            radius = torch.full_like(got.bandwidth, math.inf) if begin else got.bandwidth
-            weight = (got.weights[..., begin : begin + rows.shape[-1]] * rows).sum(-1)
-            total += torch.stack([part.double().sum((0, 2)) for part in (got.support, radius, weight)])
-        asked = right.any(2).sum()
-        means.append((total / total.new_tensor([[right[..., 0].numel()]] * 2 + [[asked]])).tolist())
-
-    layers = [m for m in model.modules() if isinstance(m, ContextualMemory | CausalAttention)]
-    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
-    try:
-        model.eval()(batch.tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    names = ("support", "bandwidth", "right_weight")
-    return {
-        name: [[x if math.isfinite(x) else None for x in layer[i]] for layer in means]
-        for i, name in enumerate(names if means else ())
-    }
-
-
-def _weights(layer: ContextualMemory | CausalAttention, x: Tensor) -> Callable[[int, int], AttentionWeights]:
-    """The weights of the queries at positions start … stop − 1 on all keys that they may see."""
-    if isinstance(layer, CausalAttention):
-        # The last query stands at the last key.
-        return lambda start, stop: layer.weights(x[:, start:stop], x[:, :stop])
-    query, key, scale = layer.read(x)
-
-    def at(start: int, stop: int) -> AttentionWeights:
-        # Position t, from 1 on, sees the keys before it.
-        rows = slice(start - 1, stop - 1)
-        own = scale[..., rows] if isinstance(scale, Tensor) and scale.shape[-1] > 1 else scale
-        return attention_weights(
-            query[:, :, rows], key[:, :, : stop - 1], scale=own, kernel=layer.kernel, window=(-1, 0)
-        )
-
-    return at
 
 
 # ---- what is shown -------------------------------------------------------------------------------

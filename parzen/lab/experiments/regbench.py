@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from parzen.kernels import kernel, spell
-from parzen.lab import console, evaluate
-from parzen.lab.config import EIGHT, RunConfig
+from parzen.lab import console
 from parzen.lab.errors import UserError
-from parzen.lab.runs import Run
-from parzen.lab.sweep import HERE, How, Part, Work, sweep
+from parzen.lab.experiments.kernel_use import attention_map, kernel_use
+from parzen.lab.run.config import EIGHT, RunConfig
+from parzen.lab.run.folder import Run
+from parzen.lab.run.sweep import HERE, How, Part, Work, sweep
+from parzen.lab.run.train import TrainConfig
 from parzen.lab.tasks.regbench import (
     TEXT,
     VOCAB,
@@ -37,7 +39,6 @@ from parzen.lab.tasks.regbench import (
     summary,
     truth_of,
 )
-from parzen.lab.train import TrainConfig
 from parzen.models.backbone import Backbone
 from parzen.models.mosaic import MosaicConfig
 from parzen.models.sequence import MIXERS, SequenceConfig
@@ -298,8 +299,8 @@ def results(model: Backbone, instances: Sequence[Instance]) -> dict[str, Any]:
     long = [i for i in instances if len(i) >= USE_LENGTH][:USE_INSTANCES] or list(instances[:1])
     tokens = batch_of(long)[0][:, :USE_LENGTH]
     by_position = {name: _listed(values.tolist()) for name, values in scores.by_position().items()}
-    found = {**summary(scores), "by_position": by_position, **evaluate.kernel_use(model, tokens)}
-    if layers := evaluate.attention_map(model, tokens[0, :MAP_TOKENS]):
+    found = {**summary(scores), "by_position": by_position, **kernel_use(model, tokens)}
+    if layers := attention_map(model, tokens[0, :MAP_TOKENS]):
         words = [TEXT[token] for token in tokens[0, :MAP_TOKENS].tolist()]
         found["attention"] = {"words": words, "layers": layers}
     return found

@@ -16,23 +16,25 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from parzen.kernels import kernel, spell
-from parzen.lab import console, evaluate
-from parzen.lab.config import EIGHT, RunConfig
+from parzen.lab import console
+from parzen.lab.data.text import END, open_text
+from parzen.lab.data.tokens import read_tokenizer, token_stream
 from parzen.lab.errors import UserError
+from parzen.lab.experiments.kernel_use import attention_map, kernel_use
 from parzen.lab.files import write_whole
-from parzen.lab.language import Language
-from parzen.lab.runs import Run, read_json, to_bytes
-from parzen.lab.sweep import HERE, How, Part, Work, best_model, build, sweep
+from parzen.lab.run.config import EIGHT, RunConfig
+from parzen.lab.run.folder import Run, read_json, to_bytes
+from parzen.lab.run.sweep import HERE, How, Part, Work, best_model, build, sweep
+from parzen.lab.run.train import Keeper, TrainConfig, train
 from parzen.lab.tasks.stories import (
-    END,
+    Language,
     Stories,
     StoriesConfig,
+    Windows,
     load_stories,
-    open_text,
-    read_tokenizer,
-    token_stream,
+    loss,
+    loss_by_position,
 )
-from parzen.lab.train import Keeper, TrainConfig, train
 from parzen.models.backbone import Backbone
 from parzen.models.generate import generate
 from parzen.models.mosaic import Mosaic, MosaicConfig
@@ -196,7 +198,7 @@ def _work(stories: Stories, context: int, sample: int | None) -> Work:
     )
 
 
-def _sampled(windows: evaluate.Windows, count: int | None) -> evaluate.Windows:
+def _sampled(windows: Windows, count: int | None) -> Windows:
     """So many windows, spread over all."""
     n = len(windows[0])
     spread = torch.linspace(0, n - 1, min(n, count or n)).long()
@@ -265,7 +267,7 @@ def _tokens(comparison: Comparison, stories: Stories) -> int:
     for config in plan(comparison, stories.config, 0):
         a_step += seconds_a_step(comparison, stories, config)
         start = time.perf_counter()
-        evaluate.loss(build(config), (inputs[:16], targets[:16]))
+        loss(build(config), (inputs[:16], targets[:16]))
         evaluations += (time.perf_counter() - start) / min(16, len(inputs)) * evaluated
     # The rest goes to tables, figures and what else the machine is doing.
     left = 0.95 * 60 * comparison.minutes - evaluations - (time.perf_counter() - began)
@@ -293,9 +295,9 @@ def seconds_a_step(
     return median(b - a for a, b in itertools.pairwise(clock))
 
 
-def results(model: nn.Module, windows: evaluate.Windows, tokenizer: Tokenizer) -> dict[str, Any]:
+def results(model: nn.Module, windows: Windows, tokenizer: Tokenizer) -> dict[str, Any]:
     """Everything that a report says of a trained model: losses, what the kernel does, one attention map."""
-    total, counted = evaluate.loss_by_position(model, windows)
+    total, counted = loss_by_position(model, windows)
     value = float(total.sum() / counted.sum())
     # The last window is padded.
     whole = windows[0][: max(1, len(windows[0]) - 1)]
@@ -305,9 +307,9 @@ def results(model: nn.Module, windows: evaluate.Windows, tokenizer: Tokenizer) -
         "loss": value,
         "perplexity": math.exp(value),
         "loss_by_position": (total / counted.clamp_min(1)).tolist(),
-        **evaluate.kernel_use(model, whole[spread]),
+        **kernel_use(model, whole[spread]),
     }
-    if layers := evaluate.attention_map(model, sentence):
+    if layers := attention_map(model, sentence):
         words = [tokenizer.decode([i], skip_special_tokens=False) for i in sentence.tolist()]
         found["attention"] = {"words": words, "layers": layers}
     return found

@@ -1,1 +1,1 @@
-"""What models are trained and judged on: each task samples, scores, and knows its vocabulary."""
+"""One file for each task: samples, scores, vocabulary, and what the training loop sees of it."""

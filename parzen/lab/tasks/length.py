@@ -17,19 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parzen.lab.tasks.recall import MQMTAR
-from parzen.lab.tasks.sequence import (
-    IGNORED,
-    Batch,
-    Copy,
-    Length,
-    Reverse,
-    Sort,
-    Task,
-    exact_match,
-    token_accuracy,
-)
-from parzen.lab.train import device_of
+from parzen.lab.tasks.copy import Copy
+from parzen.lab.tasks.mqmtar import MQMTAR
+from parzen.lab.tasks.reverse import Reverse
+from parzen.lab.tasks.sequence import Batch, Length, SequenceTask, exact_match, token_accuracy
+from parzen.lab.tasks.sort import Sort
+from parzen.lab.tasks.task import IGNORED, device_of
 from parzen.models.generate import Recurrent, generate
 
 # Tokens of a batch that is evaluated; a row that is longer stands alone.
@@ -80,7 +73,7 @@ class LengthConfig:
         for length in (self.shortest, self.longest, *self.lengths):
             task.check(length)
 
-    def task(self) -> Task:
+    def task(self) -> SequenceTask:
         """What is learned."""
         return TASKS[self.name](self)
 
@@ -101,7 +94,7 @@ class LengthConfig:
             yield task.batch(self.data_seed, split, np.arange(start, min(start + size, count)), length)
 
 
-TASKS: dict[str, Callable[[LengthConfig], Task]] = {
+TASKS: dict[str, Callable[[LengthConfig], SequenceTask]] = {
     "sort": lambda c: Sort(c.symbols),
     "reverse": lambda c: Reverse(c.symbols),
     "copy": lambda c: Copy(c.symbols),

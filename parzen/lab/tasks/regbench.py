@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from parzen.lab.tasks.sequence import IGNORED, Batch
-from parzen.lab.train import device_of
+from parzen.lab.tasks.sequence import Batch
+from parzen.lab.tasks.task import IGNORED, device_of
 
 LETTERS = "abcdefghijklmnopqr"
 PAD, BAR = 0, len(LETTERS) + 1

@@ -1,4 +1,4 @@
-"""Tasks from a source to a target, at any length: sort, reverse and copy, and what all such tasks share.
+"""Tasks from a source to a target, at any length: what sort, reverse, copy and recall share.
 
 A model reads ``BOS source SEP target`` and says after each token what comes next; it is judged from SEP on,
 on the target and EOS. Sorting four tokens:
@@ -28,10 +28,9 @@ from torch import Tensor
 
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
+from parzen.lab.tasks.task import IGNORED
 
 SPLITS = ("train", "validation", "test")
-# What torch's cross_entropy ignores by itself.
-IGNORED = -100
 
 # One length, or the shortest and the longest of lengths drawn uniformly.
 Length: TypeAlias = int | tuple[int, int]
@@ -96,7 +95,7 @@ def below(words: np.ndarray, bound: int | np.ndarray) -> np.ndarray:
 # ---- the interface -------------------------------------------------------------------------------
 
 
-class Task(ABC):
+class SequenceTask(ABC):
     """A source, a target, and how to score a model that continues the one with the other.
 
     Tokens 0 … ``symbols`` − 1 are the task's own; PAD, BOS, EOS and SEP follow.
@@ -239,11 +238,11 @@ class Task(ABC):
         return Batch(*(torch.from_numpy(x).to(device) for x in (tokens, labels, lengths)))
 
 
-# ---- sort, reverse, copy -------------------------------------------------------------------------
+# ---- targets that hold the source's tokens -------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Rearranged(Task):
+class Rearranged(SequenceTask):
     """Sources of uniform tokens in 0 … ``symbols`` − 1."""
 
     symbols: int = 32
@@ -267,74 +266,6 @@ class _Rearranged(Task):
     @abstractmethod
     def _targets(self, source: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """All targets at once."""
-
-
-@dataclass(frozen=True)
-class Sort(_Rearranged):
-    """The tokens in ascending order.
-
-    source  7 31  0  7
-    target  0  7  7 31
-    """
-
-    name = "sort"
-
-    def solve(self, source: np.ndarray) -> np.ndarray:
-        """The source, sorted."""
-        return np.sort(source)
-
-    def origins(self, source: np.ndarray) -> np.ndarray:
-        """All tokens that equal it."""
-        return np.sort(source)[:, None] == source
-
-    def _targets(self, source: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        inside = np.arange(source.shape[1]) < lengths[:, None]
-        return np.sort(np.where(inside, source, self.symbols), axis=1)
-
-
-@dataclass(frozen=True)
-class Reverse(_Rearranged):
-    """The tokens from the last to the first.
-
-    source  7 31  0  7
-    target  7  0 31  7
-    """
-
-    name = "reverse"
-
-    def solve(self, source: np.ndarray) -> np.ndarray:
-        """The source, from its end."""
-        return source[::-1]
-
-    def origins(self, source: np.ndarray) -> np.ndarray:
-        """The token as far from the other end."""
-        return np.eye(len(source), dtype=bool)[::-1]
-
-    def _targets(self, source: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        mirrored = lengths[:, None] - 1 - np.arange(source.shape[1])
-        return np.take_along_axis(source, mirrored.clip(min=0), axis=1)
-
-
-@dataclass(frozen=True)
-class Copy(_Rearranged):
-    """The tokens as they are.
-
-    source  7 31  0  7
-    target  7 31  0  7
-    """
-
-    name = "copy"
-
-    def solve(self, source: np.ndarray) -> np.ndarray:
-        """The source."""
-        return source
-
-    def origins(self, source: np.ndarray) -> np.ndarray:
-        """The token at the same place."""
-        return np.eye(len(source), dtype=bool)
-
-    def _targets(self, source: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        return source
 
 
 # ---- scores --------------------------------------------------------------------------------------

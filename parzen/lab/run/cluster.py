@@ -22,8 +22,8 @@ import torch
 
 from parzen.lab import console
 from parzen.lab.errors import UserError
-from parzen.lab.runs import Run
-from parzen.lab.sweep import FAILED, How, attempt
+from parzen.lab.run.folder import Run
+from parzen.lab.run.sweep import FAILED, How, attempt
 
 # How often the death of workers or nodes starts one run again.
 RETRIES = 20

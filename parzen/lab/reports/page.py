@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from parzen.lab.figures import Chart, Map, Series, digits, on
+from parzen.lab.reports.figures import Chart, Map, Series, digits, on
 from parzen.lab.statistics import Estimate
 
 NONE = "—"

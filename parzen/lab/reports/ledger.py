@@ -25,8 +25,9 @@ from parzen.attention import attention_weights
 from parzen.lab import console, statistics
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
-from parzen.lab.report import NONE, about, flat, setting_of
-from parzen.lab.runs import read_json
+from parzen.lab.reports.groups import about, flat, setting_of
+from parzen.lab.reports.page import NONE
+from parzen.lab.run.folder import read_json
 from parzen.lab.statistics import Estimate
 
 HOLDS, FAILS, UNSURE, NOT_RUN = "holds", "**does not hold**", "cannot tell", "*not run*"
@@ -673,7 +674,7 @@ HEAD = f"""# Results: what of the paper holds
 
 Every figure, table and claim of *Sparse Attention as Compact Kernel Regression* (arXiv 2601.22766), at the
 paper's scale and at a *small* one that two CPU cores can run. `parzen report --ledger` writes this file from
-the list in `parzen/lab/ledger.py` and the `summary.json` files below `results/`; nothing in it is typed.
+the list in `parzen/lab/reports/` and the `summary.json` files below `results/`; nothing in it is typed.
 
 A mean is given ± half its 95 % Student t interval over seeds; without ±, there is one seed. Claims compare
 kernels at equal settings, seed by seed, on the same batches; the scatter of a difference of losses or TVDs is

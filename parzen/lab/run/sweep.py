@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from parzen.lab import console
-from parzen.lab.config import RunConfig
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
-from parzen.lab.runs import Run
-from parzen.lab.train import Progress, Task, load_weights, train
+from parzen.lab.run.config import RunConfig
+from parzen.lab.run.folder import Run
+from parzen.lab.run.train import Progress, load_weights, train
+from parzen.lab.tasks.task import Task
 from parzen.models.backbone import Backbone
 from parzen.models.mosaic import Mosaic, MosaicConfig
 from parzen.models.sequence import SequenceModel
@@ -138,7 +139,7 @@ def sweep(parts: Sequence[Part], how: How) -> tuple[list[Run], int]:
 def _carried_out(todo: Sequence[tuple[Run, Part]], how: How) -> Iterator[tuple[Run, str | None]]:
     """Each run as it ends, and why it failed."""
     if how.engine == "ray":
-        from parzen.lab import cluster
+        from parzen.lab.run import cluster
 
         yield from cluster.carry_out([run for run, _ in todo], how)
         return
@@ -157,7 +158,7 @@ def attempt(
     """
     try:
         if how.gpus_per_run > 1 and "RANK" not in os.environ:
-            from parzen.lab import cluster
+            from parzen.lab.run import cluster
 
             cluster.torchrun(run, how)
         else:

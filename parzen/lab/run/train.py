@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parzen.lab.errors import UserError
+from parzen.lab.tasks.task import IGNORED, Task
 
-IGNORED = -100  # a target that does not count
 TIMES = "times.jsonl"
 STAMP = "%Y-%m-%dT%H:%M:%SZ"
 PRECISIONS = {"float32": None, "bf16": torch.bfloat16}
@@ -79,21 +79,8 @@ class TrainConfig:
         return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * progress)) / 2
 
 
-class Task(Protocol):
-    """What the loop needs to know of a task."""
-
-    vocab: int
-
-    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (size, T) of one step, a function of its arguments alone; ``IGNORED`` targets
-        do not count."""
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics on held-out data; "loss" (nats a target, lower is better) chooses the best weights."""
-
-
 class Keeper:
-    """Where a run keeps its logs and checkpoints; this one keeps nothing (see ``parzen.lab.runs.Run``)."""
+    """Where a run keeps its logs and checkpoints; this one keeps nothing (see ``Run``)."""
 
     def log(self, record: Mapping[str, Any], file: str = "metrics.jsonl") -> None:
         """One line of a log."""
@@ -268,11 +255,6 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 def _moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     state = optimizer.state_dict()["state"]
     return {f"optimizer.{i}.{name}": t for i, values in state.items() for name, t in values.items()}
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where ``model`` is."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:

@@ -33,10 +33,10 @@ from safetensors.torch import save
 from torch import Tensor
 
 from parzen.attention import info
-from parzen.lab.config import RunConfig
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
-from parzen.lab.train import STAMP, TIMES, Keeper
+from parzen.lab.run.config import RunConfig
+from parzen.lab.run.train import STAMP, TIMES, Keeper
 
 
 def to_bytes(value: Any) -> bytes:

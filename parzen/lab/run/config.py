@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from parzen.kernels import kernel
 from parzen.lab.errors import UserError
+from parzen.lab.run.train import TrainConfig
 from parzen.lab.tasks.length import LengthConfig
 from parzen.lab.tasks.regbench import RegBenchConfig
 from parzen.lab.tasks.stories import StoriesConfig
-from parzen.lab.train import TrainConfig
 from parzen.models.mosaic import MosaicConfig
 from parzen.models.sequence import MIXERS, SequenceConfig
 

@@ -18,18 +18,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from parzen.lab import console, figures, ledger
-from parzen.lab.config import RunConfig
+from parzen.lab import console
 from parzen.lab.errors import UserError
 from parzen.lab.experiments import length, regbench, stories
 from parzen.lab.experiments.regbench import best
 from parzen.lab.files import write_whole
-from parzen.lab.report import NONE, group, report, summary
-from parzen.lab.runs import Run
-from parzen.lab.sweep import HERE, How, Part, Work, build, sweep
+from parzen.lab.reports import figures, ledger
+from parzen.lab.reports.document import report
+from parzen.lab.reports.groups import group
+from parzen.lab.reports.page import NONE
+from parzen.lab.reports.tables import summary
+from parzen.lab.run.config import RunConfig
+from parzen.lab.run.folder import Run
+from parzen.lab.run.sweep import HERE, How, Part, Work, build, sweep
+from parzen.lab.run.train import Keeper, Progress, train
 from parzen.lab.tasks.regbench import RegBenchConfig
 from parzen.lab.tasks.stories import StoriesConfig
-from parzen.lab.train import Keeper, Progress, Task, train
+from parzen.lab.tasks.task import Task
 
 SCALES = ("tiny", "small", "paper")
 # What computed times assume: a share of the peak of an A100 in bfloat16, FLOP/s, and that a layer of a step

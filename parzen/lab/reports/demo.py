@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
+from parzen.lab.data.text import MOST_TEXT
 from parzen.lab.experiments import stories as experiment
 from parzen.lab.experiments.stories import Comparison
 from parzen.lab.files import write_whole
-from parzen.lab.report import report
-from parzen.lab.tasks.stories import MOST_TEXT, Stories
+from parzen.lab.reports.document import report
+from parzen.lab.tasks.stories import Stories
 
 SIZE = Comparison(
     kernels=("gaussian", "epanechnikov", "biweight", "relumax"),

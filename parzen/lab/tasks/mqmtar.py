@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parzen.lab.tasks.sequence import Samples, Task, below, random_words
+from parzen.lab.tasks.sequence import Samples, SequenceTask, below, random_words
 
 SPACE, GIVES, ASKS = 0, 1, 2
 FIRST = 3
@@ -16,7 +16,7 @@ LISTS = 2**64 - 1
 
 
 @dataclass(frozen=True)
-class MQMTAR(Task):
+class MQMTAR(SequenceTask):
     """The values of the keys that are asked for, in the order of asking.
 
     Two pairs and two queries, for L = 16 (0 space, 1 between key and value, 2 before a query or an answer):

@@ -1,0 +1,1 @@
+"""Text: fetched, unpacked, read, tokenised."""

@@ -1,0 +1,1 @@
+"""What runs found, as tables, figures and pages; the claims of the paper beside it."""
