@@ -58,7 +58,7 @@ napoleon_custom_sections = [("Attributes", "params_style")]
 maximum_signature_line_length = 80
 # Every name in a docstring or a signature must lead somewhere, but for those of others.
 nitpicky = True
-OTHERS = r"(torch|collections|numpy|pathlib|transformers)\..*|Tensor|Path|Number|UserError"
+OTHERS = r"(torch|collections|numpy|pathlib|argparse|transformers)\..*|Tensor|Path|Number|UserError"
 nitpick_ignore_regex = [("py:.*", OTHERS)]
 
 

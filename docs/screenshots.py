@@ -12,17 +12,18 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
+from parzen.lab.experiments import find_runs
+from parzen.lab.experiments.claims import Results
 from parzen.lab.reports.document import html
 from parzen.lab.reports.groups import group
-from parzen.lab.reports.ledger import CLAIMS, Results
-from parzen.lab.run.folder import find_runs
+from parzen.lab.reports.ledger import claims as claims_at
 
 ROOT = Path(__file__).parent.parent
 
 
 def main(browser: str) -> None:
     """Writes docs/images/report-*.png from results/stories."""
-    claims = [claim for claim in CLAIMS if claim.id.startswith("figure2/small/4/")]
+    claims = [claim for claim in claims_at("small") if claim.id.startswith("figure2/small/4/")]
     results = Results(ROOT / "results")
     text = html(
         group(find_runs([ROOT / "results" / "stories" / "runs"])),

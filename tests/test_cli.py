@@ -182,9 +182,10 @@ def test_the_drawn_curves_are_what_attention_does(name, h):
 
 
 def test_the_defaults_that_help_names_are_those_of_the_comparison():
+    from parzen.lab.experiments import stories
     from parzen.lab.experiments.stories import Comparison
 
-    for name, about in (cli.SIZES | cli.RATES).items():
+    for name, about in (stories.SIZES | stories.RATES).items():
         assert f"(default: {getattr(Comparison(), name.replace('-', '_'))})" in about
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from parzen.cli import main
 from parzen.lab.data.text import generated_stories
-from parzen.lab.run.folder import find_runs
+from parzen.lab.experiments import find_runs
 
 KERNELS, SEEDS = ("gaussian", "biweight"), ("0", "1")
 TOKENS = 2 * 16 * 400

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from parzen.lab.experiments import find_runs, open_run
 from parzen.lab.reports.groups import group
 from parzen.lab.reports.ledger import write
 from parzen.lab.reports.tables import summary
-from parzen.lab.run.folder import Run, find_runs, to_bytes
+from parzen.lab.run.folder import to_bytes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -18,7 +19,7 @@ def test_every_committed_run_keeps_its_name():
     paths = sorted(RESULTS.rglob("config.json"))
     assert len(paths) > 100
     for path in paths:
-        config = Run.open(path.parent).config
+        config = open_run(path.parent).config
         assert config.digest() == path.parent.name
         assert to_bytes(config.to_json()) == path.read_bytes(), path
 

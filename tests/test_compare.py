@@ -13,9 +13,9 @@ import torch
 from parzen.attention import attention_weights
 from parzen.cli import main
 from parzen.lab.data.text import generated_stories
+from parzen.lab.experiments import find_runs
 from parzen.lab.experiments.kernel_use import attention_map, kernel_use
 from parzen.lab.run import sweep
-from parzen.lab.run.folder import find_runs
 from parzen.lab.tasks.stories import loss
 from parzen.models.mosaic import ContextualMemory, Mosaic, MosaicConfig
 

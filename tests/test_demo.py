@@ -18,11 +18,10 @@ from torch.testing import assert_close
 from parzen.cli import main
 from parzen.lab.console import duration, markdown_table, progress, show_table
 from parzen.lab.data.text import generated_stories
-from parzen.lab.experiments import stories
+from parzen.lab.experiments import find_runs, stories
 from parzen.lab.experiments.kernel_use import kernel_use
 from parzen.lab.reports import demo
 from parzen.lab.run import sweep
-from parzen.lab.run.folder import find_runs
 from parzen.lab.tasks.stories import loss
 from parzen.lab.tasks.task import IGNORED
 from parzen.models.mosaic import Mosaic, MosaicConfig

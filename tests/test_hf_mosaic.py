@@ -279,7 +279,7 @@ def test_export(run, tmp_path, capsys):
     assert not [p for p in to.iterdir() if p.suffix in (".bin", ".pt", ".pkl")]
     model, tokenizer = AutoModelForCausalLM.from_pretrained(to), AutoTokenizer.from_pretrained(to)
     assert json.loads((to / "config.json").read_text())["kernel"] == "triweight"
-    _, trained = sweep.best_model(run.folder)
+    trained = sweep.best_model(run)
     text = "The cat ran to a mat."
     ids = tokenizer(text)["input_ids"]
     from tokenizers import Tokenizer

@@ -14,12 +14,10 @@ from torch.testing import assert_close
 from parzen.attention import attention_weights
 from parzen.cli import main
 from parzen.lab.errors import UserError
-from parzen.lab.experiments import length
-from parzen.lab.reports import ledger
+from parzen.lab.experiments import claims, find_runs, kernel_use, length, open_run
 from parzen.lab.run.config import RunConfig
-from parzen.lab.run.folder import Run, find_runs
 from parzen.lab.run.sweep import best_model, build
-from parzen.lab.run.train import Keeper, train
+from parzen.lab.run.train import Storage, train
 from parzen.lab.tasks.length import TASKS, LengthConfig, Lengths, score, to_device, written
 from parzen.lab.tasks.mqmtar import MQMTAR
 from parzen.lab.tasks.sequence import Samples, exact_match
@@ -84,14 +82,17 @@ def test_what_is_finished_is_not_run_again(runs, capsys, monkeypatch):
 
 def test_configs_come_back_from_their_json(runs):
     for run in find_runs([runs]):
-        assert RunConfig.from_json(json.loads(json.dumps(run.config.to_json())), "here") == run.config
+        assert (
+            RunConfig.from_json(json.loads(json.dumps(run.config.to_json())), "here", [LengthConfig])
+            == run.config
+        )
         assert isinstance(run.config.task, LengthConfig)
 
 
 def test_the_ledger_finds_exact_match_by_length(runs, tmp_path):
     assert main(["report", str(runs), "--to", str(tmp_path / "length" / "sort")]) == 0
-    place = ledger.Place("sort", "length/sort", (("model.kind", "mosaic"),))
-    scores = ledger.Results(tmp_path).scores(place, ledger.exact(3, 6))
+    place = claims.Place("sort", "length/sort", (("model.kind", "mosaic"),))
+    scores = claims.Results(tmp_path).scores(place, claims.exact(3, 6))
     assert set(scores) == {"gaussian", "biweight"}
 
 
@@ -108,7 +109,7 @@ def test_the_ledger_finds_exact_match_by_length(runs, tmp_path):
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("scale", ["small", "paper"])
 def test_every_plan_names_its_runs_apart(task, scale, options, count):
-    configs = length.plan(length.Experiment(task, scale, **options))
+    configs = length.plan(length.LengthSettings(task, scale, **options))
     assert len({config.digest() for config in configs}) == len(configs) == count
     for config in configs[:1]:
         assert config.task.name == task
@@ -117,14 +118,8 @@ def test_every_plan_names_its_runs_apart(task, scale, options, count):
         assert configs[0].train.steps * configs[0].train.batch * configs[0].task.row(16) < 12e6
 
 
-@pytest.mark.parametrize("scale", ["small", "paper"])
-def test_the_lengths_are_those_of_the_ledger(scale):
-    for task, lengths in ledger.LENGTHS[scale].items():
-        assert length.SCALES[scale][task].data.lengths == lengths
-
-
 def test_tokens_become_steps():
-    (config,) = length.plan(length.Experiment("copy", kernels=("gaussian",), tokens=100_000))
+    (config,) = length.plan(length.LengthSettings("copy", kernels=("gaussian",), tokens=100_000))
     a_step = config.train.batch * 34
     assert config.task.row(16) == 34
     assert (config.train.steps - 1) * a_step < 100_000 <= config.train.steps * a_step
@@ -132,24 +127,25 @@ def test_tokens_become_steps():
 
 def test_escape_is_the_first_evaluation_above_a_half(runs, monkeypatch):
     lines = [{"step": s, "exact_match": e} for s, e in ((5, 0.1), (10, 0.5), (15, 0.6), (20, 0.9))]
-    run, model = best_model(find_runs([runs])[0].folder)
+    (run, *_) = find_runs([runs])
+    model = best_model(run)
     for count, step in ((4, 15), (3, 15), (2, None)):
         monkeypatch.setattr(run, "metrics", lambda n=count: lines[:n])
-        assert length.again(run, model)["escape_step"] == step
+        assert length.measure(run, model)["escape_step"] == step
 
 
 def test_other_lengths_are_measured_and_kept(runs, tmp_path, capsys):
     run = next(r for r in find_runs([runs]) if r.config.name == "biweight")
     folder = shutil.copytree(run.folder, tmp_path / run.folder.name)
-    before = Run.open(folder).results()
+    before = open_run(folder).results()
     command = ["evaluate", str(folder), "--lengths", "3,12"]
     assert main([*command, "--to", str(tmp_path / "got.json")]) == 0
     got = json.loads((tmp_path / "got.json").read_text())
     assert got["samples"] == {"3": 40, "12": 40}
     assert got["exact_match"]["3"] == before["exact_match"]["3"]
-    assert Run.open(folder).results() == before
+    assert open_run(folder).results() == before
     assert main([*command, "--keep"]) == 0
-    after = Run.open(folder).results()
+    after = open_run(folder).results()
     assert after.keys() == before.keys()
     for name in ("exact_match", "samples", "heads", "mean_support"):
         assert list(after[name]) == ["3", "6", "12"]
@@ -270,10 +266,10 @@ EASY = LengthConfig("copy", 2, 3, (3, 6), symbols=4, validation=100, test=100)
 def trained(model, steps=150):
     setting = length.SCALES["tiny"]["copy"]
     recipe = setting.mosaic if isinstance(model, MosaicConfig) else setting.transformer
-    schedule = length._training(length.Experiment("copy", "tiny", steps=steps), recipe, EASY)
+    schedule = length._training(length.LengthSettings("copy", "tiny", steps=steps), recipe, EASY)
     config = RunConfig(EASY, model, schedule)
     network = build(config)
-    train(network, Lengths(EASY), schedule, 0, Keeper())
+    train(network, Lengths(EASY), schedule, 0, Storage())
     return network.eval()
 
 
@@ -415,7 +411,7 @@ def test_weights_do_not_depend_on_how_many_are_held(monkeypatch):
         model = Mosaic(config) if isinstance(config, MosaicConfig) else SequenceModel(config)
         whole = length.attention_use(model.eval(), task, batch)
         with monkeypatch.context() as patch:
-            patch.setattr(length, "WEIGHTS", 1)
+            patch.setattr(kernel_use, "WEIGHTS", 1)
             parts = length.attention_use(model, task, batch)
         for key, value in whole.items():
             assert np.array(parts[key], float) == pytest.approx(np.array(value, float), abs=1e-6, nan_ok=True)
@@ -465,12 +461,6 @@ def test_the_report_has_a_figure_and_a_column_for_each_length(runs, tmp_path):
 # ---- a new task ----------------------------------------------------------------------------------
 
 
-def test_a_task_without_sizes_is_refused_at_once(monkeypatch):
-    monkeypatch.setitem(TASKS, "again", TASKS["copy"])
-    with pytest.raises(UserError, match="the task 'again' has no sizes at the scale tiny; add them to"):
-        length.plan(length.Experiment("again", "tiny"))
-
-
 def test_a_task_whose_targets_differ_in_length_is_refused_at_once(monkeypatch):
     class Uneven(Sort):
         def _draw(self, *arguments):
@@ -478,8 +468,5 @@ def test_a_task_whose_targets_differ_in_length_is_refused_at_once(monkeypatch):
             return Samples(source, lengths, target, lengths - np.arange(len(lengths)) % 2)
 
     monkeypatch.setitem(TASKS, "uneven", lambda c: Uneven(c.symbols))
-    monkeypatch.setitem(
-        length.SCALES["tiny"], "uneven", replace(length.SCALES["tiny"]["sort"], data=LengthConfig("uneven"))
-    )
     with pytest.raises(UserError, match="expected sources, and targets, of one length"):
-        length.plan(length.Experiment("uneven", "tiny"))
+        length.plan(length.LengthSettings("uneven", "tiny"))

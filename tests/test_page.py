@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from run_folders import add_run, add_runs
 
+from parzen.lab.experiments import find_runs
+from parzen.lab.experiments.claims import LOSS, Claim, Outcome, Place, Within
 from parzen.lab.reports import page
 from parzen.lab.reports.document import html
 from parzen.lab.reports.figures import COLORS, MAP, Chart, Map, Series, luminance, on
 from parzen.lab.reports.groups import group
-from parzen.lab.reports.ledger import FAILS, HOLDS, LOSS, NOT_RUN, UNSURE, Claim, Outcome, Place, Within
-from parzen.lab.run.folder import find_runs
+from parzen.lab.reports.ledger import FAILS, HOLDS, NOT_RUN, UNSURE
 
 ROOT = Path(__file__).parent.parent
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

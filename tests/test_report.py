@@ -13,25 +13,15 @@ from scipy import stats
 
 from parzen.kernels import kernel
 from parzen.lab.errors import UserError
+from parzen.lab.experiments import EXPERIMENTS, find_runs
+from parzen.lab.experiments.claims import LOSS, MOSAICS, POLYNOMIALS, Place, Results
+from parzen.lab.experiments.kernels import FORMULAS
 from parzen.lab.reports.document import report
 from parzen.lab.reports.groups import group
-from parzen.lab.reports.ledger import (
-    CLAIMS,
-    FAILS,
-    FORMULAS,
-    HOLDS,
-    LOSS,
-    MOSAICS,
-    NOT_RUN,
-    POLYNOMIALS,
-    TABLES,
-    UNSURE,
-    Place,
-    Results,
-)
+from parzen.lab.reports.ledger import FAILS, HOLDS, NOT_RUN, UNSURE, claims
 from parzen.lab.reports.tables import against, latex, markdown, notes, to_csv
 from parzen.lab.run.config import RunConfig
-from parzen.lab.run.folder import Run, find_runs
+from parzen.lab.run.folder import Run
 from parzen.lab.run.train import TrainConfig
 from parzen.lab.statistics import among, difference, mean
 from parzen.lab.tasks.length import LengthConfig
@@ -281,7 +271,7 @@ def summarised(tmp_path, losses, layers=8, folder="stories", curve=()):
 
 
 def verdict(results, row):
-    return next(claim for claim in CLAIMS if claim.id == row).decide(results)
+    return next(claim for claim in claims("exact", "small", "paper") if claim.id == row).decide(results)
 
 
 BASE = dict.fromkeys(MOSAICS, 2.0) | dict.fromkeys(POLYNOMIALS, 1.9) | {"normrelu": 2.1, "relumax": 1.93}
@@ -421,9 +411,9 @@ def test_a_wrong_kernel_is_found_out(monkeypatch):
 
 
 def test_no_row_is_missing():
-    ids = [claim.id for claim in CLAIMS]
+    ids = [claim.id for claim in claims("exact", "small", "paper")]
     assert len(ids) == len(set(ids))
-    assert {claim.id.rsplit("/", 1)[0] for claim in CLAIMS} == {
+    assert {claim.id.rsplit("/", 1)[0] for claim in claims("exact", "small", "paper")} == {
         "figure1",
         *(f"figure2/small/{n}" for n in (1, 4, 8, 12)),
         *(f"figure2/paper/{n}" for n in (1, 8, 12)),
@@ -431,17 +421,18 @@ def test_no_row_is_missing():
         *(f"table1/paper/{n}" for n in (1000, 2500, 5000, 10000, 20000, 40000)),
         *(f"table2/{scale}/{task}" for scale in ("small", "paper") for task in ("sort", "reverse", "mqmtar")),
     }
-    cells = {(t.where, t.scale): [len(t.names), len(t.columns)] for t in TABLES if t.where != "Table 2"}
-    assert cells == {
-        ("Figure 2", "tiny"): [8, 1],
-        ("Figure 2", "small"): [8, 4],
-        ("Figure 2", "paper"): [8, 3],
-        ("Table 1", "tiny"): [14, 1],
-        ("Table 1", "small"): [14, 1],
-        ("Table 1", "paper"): [14, 6],
-    }
-    lengths = [len(t.columns) for t in TABLES if t.where == "Table 2"]
-    assert lengths == [2, 2, 2, 4, 4, 4, 7, 5, 11]
+
+    def cells(name, scale):
+        return [(len(table.names), len(table.columns)) for table in EXPERIMENTS[name].tables(scale)]
+
+    for scale, depths, sizes, lengths in (
+        ("tiny", 1, 1, (2, 2, 2)),
+        ("small", 4, 1, (4, 4, 4)),
+        ("paper", 3, 6, (7, 5, 11)),
+    ):
+        assert cells("stories", scale) == [(8, depths)]
+        assert cells("regbench", scale) == [(14, sizes)]
+        assert cells("length", scale) == [(8, n) for n in lengths]
     # As the report calls them.
     assert [str(kernel(name)) for name in MOSAICS] == list(MOSAICS)
 

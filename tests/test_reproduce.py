@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from parzen.cli import main
-from parzen.lab.experiments import regbench, stories
+from parzen.lab.experiments import EXPERIMENTS, find_runs, regbench, stories, targets
 from parzen.lab.reports import ledger, reproduce
 from parzen.lab.reports.reproduce import Request
 from parzen.lab.run import sweep
 from parzen.lab.run.config import RunConfig
-from parzen.lab.run.folder import find_runs
-from parzen.lab.run.train import Keeper, train
+from parzen.lab.run.cost import computed, timed
+from parzen.lab.run.train import Storage, train
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,7 +23,7 @@ def _own_cache(tmp_path_factory, monkeypatch):
 
 
 def planned(target, **options):
-    plan = reproduce.TRAINED[target](Request(dry=True, **options))
+    plan = reproduce.planned(targets()[target].trained, Request(dry=True, **options))
     return {name: {f for part in parts for f in part.planned()} for name, parts in plan.items()}
 
 
@@ -38,7 +38,7 @@ def test_the_committed_results_are_what_the_small_scale_plans():
     assert found <= set().union(*plan.values())
     # Those on stories but for the text, which is not part of the repository.
     committed = [
-        RunConfig.from_json(json.loads(path.read_bytes()), str(path))
+        RunConfig.from_json(json.loads(path.read_bytes()), str(path), [stories.StoriesConfig])
         for path in (ROOT / "results" / "stories").rglob("config.json")
     ]
     configs = [
@@ -71,24 +71,26 @@ def test_the_plan_is_printed_with_what_it_costs_and_nothing_is_done(tmp_path, ca
 
 
 def test_computed_costs_by_hand():
-    (config,) = regbench.plan(regbench.Experiment("paper", models=("transformer",)), 1000)
+    (config,) = regbench.plan(regbench.RegBenchSettings("paper", models=("transformer",)), 1000)
     parameters = sum(p.numel() for p in sweep.build(config).parameters())
     # 14.5 strings of 25 letters and a bar; 200 epochs of 32 batches.
     steps, T = 200 * 32, 377
-    assert reproduce.sequence_length(config) == T
-    got = reproduce.computed(config)
+    assert config.task.sequence_length == T
+    got = computed(config)
     operations = steps * 32 * T * (6 * parameters + 6 * 8 * 128 * T)
     assert got.seconds == pytest.approx(max(operations / (0.3 * 312e12), steps * 8 * 2e-3))
     assert got.memory == 16 * parameters + T * 32 * (64 * 8 * 128 + 8 * 20)
 
 
 def test_a_timed_step_leaves_nothing_behind():
-    (config,) = regbench.plan(regbench.Experiment("tiny", kernels=("gaussian",), models=("mosaic",)), 64)
+    (config,) = regbench.plan(
+        regbench.RegBenchSettings("tiny", kernels=("gaussian",), models=("mosaic",)), 64
+    )
     task = regbench.work(sweep.Run(Path("nowhere"), config)).task
-    cost = reproduce.timed(config, task, sweep.HERE)
+    cost = timed(config, task, sweep.LOCAL)
     assert 0 < cost.seconds < 600
     assert cost.memory > 1e7
-    assert not cost.computed
+    assert not computed
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +167,7 @@ def test_the_best_of_a_grid_by_validation_loss(tmp_path, capsys):
     runs = find_runs([tmp_path])
     points = {(r.config.model.width, r.config.train.lr) for r in runs}
     assert points == {(16, 2e-3), (16, 1e-2), (32, 2e-3), (32, 1e-2)}
-    (chosen,) = regbench.best(runs)
+    (chosen,) = sweep.chosen([sweep.RunSet(tmp_path, [r.config for r in runs], None, tuned=True)], runs)
     losses = {r.folder: min(line["loss"] for line in r.metrics()) for r in runs}
     assert losses[chosen.folder] == min(losses.values())
     rows = capsys.readouterr().out.split("────\n")[-1].splitlines()
@@ -174,21 +176,21 @@ def test_the_best_of_a_grid_by_validation_loss(tmp_path, capsys):
 
 def test_heads_are_tuned_where_there_are_any():
     def count(model):
-        return len(regbench.plan(regbench.Experiment("paper", models=(model,), grid=True), 1000))
+        return len(regbench.plan(regbench.RegBenchSettings("paper", models=(model,), grid=True), 1000))
 
     assert count("transformer") == 3 * count("mamba") == 5 * 5 * 3 * 2 * 2 * 2
-    assert len(regbench.plan(regbench.Experiment("paper", models=("mosaic",), grid=True), 1000)) == 8
+    assert len(regbench.plan(regbench.RegBenchSettings("paper", models=("mosaic",), grid=True), 1000)) == 8
 
 
 def test_when_and_where_a_run_was_begun_is_kept_with_its_times():
-    class Kept(Keeper):
+    class Kept(Storage):
         def __init__(self):
             self.lines = []
 
         def log(self, record, file="metrics.jsonl"):
             self.lines.append((file, record))
 
-    (config,) = regbench.plan(regbench.Experiment("tiny", models=("s4",)), 64)
+    (config,) = regbench.plan(regbench.RegBenchSettings("tiny", models=("s4",)), 64)
     kept = Kept()
     train(sweep.build(config), regbench.work(sweep.Run(Path("nowhere"), config)).task, config.train, 0, kept)
     file, first = kept.lines[0]
@@ -201,7 +203,7 @@ def test_when_and_where_a_run_was_begun_is_kept_with_its_times():
 def test_everything_at_the_smallest_scale(tmp_path):
     assert main(["reproduce", "all", "--scale", "tiny", "--to", str(tmp_path)]) == 0
     text = (tmp_path / "tiny" / "ledger.md").read_text()
-    assert all(f"| {where} | " in text for where in ledger.TITLES)
+    assert all(f"| {where} | " in text for where in (row.where for row in EXPERIMENTS.values()))
     assert all(run.finished for run in find_runs([tmp_path]))
     pages = {str(p.parent.relative_to(tmp_path / "tiny")) for p in tmp_path.rglob("index.html")}
     assert pages == {"stories", "regbench", "length/sort", "length/reverse", "length/mqmtar"}

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from parzen.lab.errors import UserError
+from parzen.lab.experiments import find_runs, open_run
 from parzen.lab.run.config import RunConfig
-from parzen.lab.run.folder import Run, find_runs
-from parzen.lab.run.train import Keeper, Progress, TrainConfig, optimizer_of, train
+from parzen.lab.run.folder import Run
+from parzen.lab.run.train import Progress, Storage, TrainConfig, optimizer_of, train
 from parzen.lab.tasks.stories import StoriesConfig
 from parzen.lab.tasks.task import IGNORED
 from parzen.models.mosaic import Mosaic, MosaicConfig
@@ -114,7 +115,7 @@ def test_lines_after_the_last_checkpoint_are_not_logged_twice(tmp_path, whole):
 
 
 def test_micro_batches_are_fresh_parts_of_the_batch(whole):
-    class Recorder(Keeper):
+    class Recorder(Storage):
         lines = ()
 
         def log(self, record, file="metrics.jsonl"):
@@ -249,14 +250,14 @@ def test_a_full_disk_is_one_clear_line(tmp_path, monkeypatch):
 def test_the_hash_names_the_folder(tmp_path):
     run = Run.create(tmp_path, CONFIG)
     assert run.folder.name == CONFIG.digest()
-    assert Run.open(run.folder).config == CONFIG
+    assert open_run(run.folder).config == CONFIG
     other = dataclasses.replace(CONFIG, seed=4)
     assert other.digest() != CONFIG.digest()
     assert [r.config for r in find_runs([tmp_path])] == [CONFIG]
     text = (run.folder / "config.json").read_text().replace('"seed": 3', '"seed": 4')
     (run.folder / "config.json").write_text(text)
     with pytest.raises(UserError, match="does not belong to its folder"):
-        Run.open(run.folder)
+        open_run(run.folder)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +275,7 @@ def test_a_config_that_cannot_be_used(change, words):
     data = json.loads(json.dumps(CONFIG.to_json()))
     change(data)
     with pytest.raises(UserError, match=words):
-        RunConfig.from_json(data, "config.json")
+        RunConfig.from_json(data, "config.json", [StoriesConfig])
 
 
 def test_places_without_runs(tmp_path):
@@ -283,7 +284,7 @@ def test_places_without_runs(tmp_path):
     with pytest.raises(UserError, match="there is no run"):
         find_runs([tmp_path])
     with pytest.raises(UserError, match="not the folder of a run"):
-        Run.open(tmp_path)
+        open_run(tmp_path)
 
 
 def test_decay_and_rates_by_kind_of_parameter():
@@ -350,7 +351,7 @@ def test_a_step_is_adamw_with_clipping_and_decay_on_matrices_only():
         2, 4, lr=0.1, lr_end=0.1, norm_lr=2, scalar_lr=0.3, warmup=0.0, clip=0.01, weight_decay=0.5
     )
     model, other, seen = Table(), Table(), []
-    train(model, Cycle(), config, 0, Keeper(), report=seen.append)
+    train(model, Cycle(), config, 0, Storage(), report=seen.append)
     theirs = torch.optim.AdamW(
         [
             {"params": [other.table], "weight_decay": 0.5},

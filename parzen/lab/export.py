@@ -12,6 +12,7 @@ from parzen.integrations.transformers import MosaicForCausalLM, ParzenMosaicConf
 from parzen.lab.data.text import END
 from parzen.lab.data.tokens import read_tokenizer
 from parzen.lab.errors import UserError
+from parzen.lab.experiments import open_run
 from parzen.lab.run.sweep import best_model
 from parzen.lab.tasks.stories import StoriesConfig
 from parzen.models.mosaic import Mosaic
@@ -29,7 +30,8 @@ def export_run(folder: Path, to: Path) -> MosaicForCausalLM:
     Raises:
         UserError: no such run, one without a checkpoint, another model or task; ``to`` cannot be written.
     """
-    run, model = best_model(folder)
+    run = open_run(folder)
+    model = best_model(run)
     if not isinstance(run.config.task, StoriesConfig) or not isinstance(model, Mosaic):
         raise UserError(f"{folder} is no mosaic that was trained on stories")
     tokens = read_tokenizer(folder / "tokenizer.json")

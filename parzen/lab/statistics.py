@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtrit
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,8 @@ class Estimate:
 
     def half(self, level: float = 0.95) -> float:
         """Half the width of the interval that covers with probability ``level``; infinite for one seed."""
+        from scipy.special import stdtrit
+
         return float(stdtrit(self.freedom, (1 + level) / 2)) * self.error if self.freedom else math.inf
 
     def show(self, digits: int = 3) -> str:

@@ -139,10 +139,12 @@ def _opened(folder: Path) -> tuple[Mosaic, Callable[[str], list[int]]]:
     # The other benchmarks get by without what a run needs.
     from parzen.lab.data.text import END
     from parzen.lab.data.tokens import read_tokenizer
+    from parzen.lab.experiments import open_run
     from parzen.lab.run.sweep import best_model
     from parzen.lab.tasks.stories import StoriesConfig
 
-    run, model = best_model(folder)
+    run = open_run(folder)
+    model = best_model(run)
     if not isinstance(run.config.task, StoriesConfig) or not isinstance(model, Mosaic):
         raise UserError(f"{folder} is no mosaic that was trained on stories")
     tokenizer = read_tokenizer(folder / "tokenizer.json")

@@ -13,10 +13,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from errno import ENOSPC
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from parzen.lab.console import duration
 from parzen.lab.data.text import END, MIB, Say, Text, content_hash, silent
@@ -24,6 +23,9 @@ from parzen.lab.errors import UserError
 from parzen.lab.files import lock, write_all, write_whole
 
 # A tokeniser is trained on no more bytes of text than this, spread evenly over all of it.
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer, models
+
 SAMPLE = 64 * MIB
 
 
@@ -45,13 +47,15 @@ def sample(stories: Iterable[str], most: int = SAMPLE) -> list[str]:
 
 def train_tokenizer(stories: Iterable[str], vocab: int = 2048) -> Tokenizer:
     """A byte-level BPE of a ``sample``; ``<|endoftext|>`` is token 0. The same stories, the same tokens."""
-    trainer = trainers.BpeTrainer(
+    import tokenizers
+
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab,
         special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer = _byte_level(models.BPE())
+    tokenizer = _byte_level(tokenizers.models.BPE())
     tokenizer.train_from_iterator(sample(stories), trainer)
     return tokenizer
 
@@ -62,11 +66,15 @@ def read_tokenizer(path: Path) -> Tokenizer:
     Raises:
         UserError: missing or damaged files, or no ``<|endoftext|>`` in the vocabulary.
     """
+    import tokenizers
+
     try:
         if path.is_dir():
-            tokenizer = _byte_level(models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt")))
+            tokenizer = _byte_level(
+                tokenizers.models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
+            )
         else:
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
     # The library raises nothing more specific.
     except Exception as error:
         raise UserError(
@@ -80,9 +88,11 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _byte_level(model: models.BPE) -> Tokenizer:
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     return tokenizer
 
 
@@ -94,12 +104,14 @@ def cache_dir() -> Path | None:
 
 def trained_tokenizer(text: Text, vocab: int, say: Say) -> Tokenizer:
     """``train_tokenizer``, remembered in the cache where that is possible."""
+    import tokenizers
+
     folder = cache_dir()
     cached = folder and folder / f"bpe-{content_hash('bpe 1', text.digest, vocab, SAMPLE)[:32]}.json"
     if cached:
         # Whatever is wrong with a cached file, training again puts it right.
         with suppress(Exception):
-            return Tokenizer.from_file(str(cached))
+            return tokenizers.Tokenizer.from_file(str(cached))
     say(f"{text.name}: training a tokeniser of {vocab:,} tokens")
     tokenizer = train_tokenizer(text, vocab)
     if cached:

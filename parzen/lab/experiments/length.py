@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,36 @@ from torch import nn
 
 from parzen.kernels import kernel, spell
 from parzen.lab import console
+from parzen.lab.arguments import kernel_names, names_among, path, positive, whole
+from parzen.lab.arguments import lengths as lengths_of
 from parzen.lab.errors import UserError
+from parzen.lab.experiments.claims import (
+    MOSAICS,
+    NEAREST,
+    Claim,
+    Outcome,
+    Place,
+    Results,
+    Table,
+    Within,
+    alone,
+    exact,
+    over,
+)
+from parzen.lab.experiments.experiment import EIGHT, Command, Experiment, Trained
+from parzen.lab.experiments.experiment import SCALES as FOLDERS
 from parzen.lab.experiments.kernel_use import attention_use, kernel_use
-from parzen.lab.run.config import EIGHT, RunConfig
+from parzen.lab.run.config import RunConfig
 from parzen.lab.run.folder import Run
-from parzen.lab.run.sweep import HERE, How, Part, Work, sweep
+from parzen.lab.run.sweep import LOCAL, Execution, RunSet, Workload
 from parzen.lab.run.train import TrainConfig
-from parzen.lab.tasks.length import LengthConfig, Lengths, answer_start, score, to_device, written
+from parzen.lab.tasks.length import TASKS, LengthConfig, Lengths, answer_start, score, to_device, written
 from parzen.lab.tasks.sequence import Batch
 from parzen.models.backbone import Backbone
 from parzen.models.generate import TransformerReader
 from parzen.models.mosaic import MosaicConfig
 from parzen.models.sequence import SequenceConfig, SequenceModel
+from parzen.nn import BANDWIDTHS, POSITIONS
 
 MODELS = ("mosaic", "transformer")
 # What Vasylenko et al. compare: kernel and bandwidth of the Transformers if neither is given.
@@ -65,7 +84,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Sizes:
     """A task at a scale: its data, and the recipe of each kind of model."""
 
     data: LengthConfig
@@ -74,10 +93,10 @@ class Setting:
     kernels: Sequence[str] = EIGHT
 
 
-def _tiny(data: LengthConfig) -> Setting:
+def _tiny(data: LengthConfig) -> Sizes:
     mosaic = {"layers": 1, "heads": 2, "width": 32, "slots": 32}
     transformer = {"layers": 1, "heads": 2, "width": 32}
-    return Setting(
+    return Sizes(
         data,
         Recipe(mosaic, 60, 32, 1e-2, norm_lr=10.0),
         Recipe(transformer, 60, 32, 3e-3),
@@ -85,19 +104,19 @@ def _tiny(data: LengthConfig) -> Setting:
     )
 
 
-def _small(data: LengthConfig, steps: int) -> Setting:
+def _small(data: LengthConfig, steps: int) -> Sizes:
     mosaic = {"layers": 2, "heads": 8, "width": 128, "slots": 448}
     transformer = {"layers": 2, "heads": 8, "width": 128}
-    return Setting(
+    return Sizes(
         data,
         Recipe(mosaic, steps, 32, 5e-3, norm_lr=10.0, scalar_lr=0.3),
         Recipe(transformer, 5 * steps, 32, 1e-3),
     )
 
 
-def _paper(data: LengthConfig, heads: int, transformer: Recipe) -> Setting:
+def _paper(data: LengthConfig, heads: int, transformer: Recipe) -> Sizes:
     sizes = {"layers": 2, "heads": heads, "width": 512, "slots": 2688}
-    return Setting(data, Recipe(sizes, 156_250, 256, 1e-3, warmup=0.256), transformer)
+    return Sizes(data, Recipe(sizes, 156_250, 256, 1e-3, warmup=0.256), transformer)
 
 
 def _paper_transformer(layers: int, width: int, heads: int, lr: float, samples: int) -> Recipe:
@@ -116,7 +135,7 @@ _TINY: dict[str, Any] = {
 _SHORT = (64, 96, 128, 256, 512)
 _LONG = tuple(64 * 2**i for i in range(11))
 
-SCALES: dict[str, dict[str, Setting]] = {
+SCALES: dict[str, dict[str, Sizes]] = {
     "tiny": {
         **{name: _tiny(LengthConfig(name, **_TINY)) for name in ("sort", "reverse", "copy")},
         "mqmtar": _tiny(
@@ -153,7 +172,7 @@ SCALES: dict[str, dict[str, Setting]] = {
 
 
 @dataclass(frozen=True)
-class Experiment:
+class LengthSettings:
     """Every model × kernel × bandwidth × positions × seed on one task.
 
     Attributes:
@@ -170,7 +189,7 @@ class Experiment:
         steps: instead.
         lr: peak learning rate.
         runs: the folder of run folders; None: runs/length/ and the task.
-        how: they are carried out.
+        execution: they are carried out.
     """
 
     task: str
@@ -185,112 +204,97 @@ class Experiment:
     steps: int | None = None
     lr: float | None = None
     runs: Path | None = None
-    how: How = HERE
+    execution: Execution = LOCAL
 
 
 # What Table 2 is made of, by folder.
 _TASKS = ("sort", "reverse", "mqmtar")
 _FOUR = ("gaussian", "epanechnikov", "biweight", "relumax")
-TABLE2: dict[str, dict[str, tuple[Experiment, ...]]] = {
+TABLE2: dict[str, dict[str, tuple[LengthSettings, ...]]] = {
     "tiny": {
-        **{f"length/{task}": (Experiment(task, "tiny", seeds=(0, 1)),) for task in _TASKS[1:]},
-        "length/sort": (Experiment("sort", "tiny", MODELS, seeds=(0, 1)),),
+        **{f"length/{task}": (LengthSettings(task, "tiny", seeds=(0, 1)),) for task in _TASKS[1:]},
+        "length/sort": (LengthSettings("sort", "tiny", MODELS, seeds=(0, 1)),),
     },
     "small": {
         "length/sort": (
-            Experiment("sort"),
-            Experiment("sort", kernels=_FOUR, seeds=(0, 1)),
-            Experiment("sort", models=("transformer",)),
+            LengthSettings("sort"),
+            LengthSettings("sort", kernels=_FOUR, seeds=(0, 1)),
+            LengthSettings("sort", models=("transformer",)),
         ),
-        "length/mqmtar": (Experiment("mqmtar"), Experiment("mqmtar", kernels=_FOUR, seeds=(0, 1))),
-        "length/reverse": (Experiment("reverse"),),
+        "length/mqmtar": (LengthSettings("mqmtar"), LengthSettings("mqmtar", kernels=_FOUR, seeds=(0, 1))),
+        "length/reverse": (LengthSettings("reverse"),),
     },
-    "paper": {f"length/{task}": (Experiment(task, "paper", MODELS, seeds=(0, 1, 2)),) for task in _TASKS},
+    "paper": {f"length/{task}": (LengthSettings(task, "paper", MODELS, seeds=(0, 1, 2)),) for task in _TASKS},
 }
 
 
-def run(experiment: Experiment) -> int:
-    """Trains what is not finished yet, prints the table; the exit status, as of ``sweep``.
-
-    Raises:
-        UserError: settings that nothing can be made of, or nothing can be written.
-    """
-    runs, status = sweep([part(experiment)], experiment.how)
-    _show(runs)
-    return status
-
-
-def part(experiment: Experiment) -> Part:
+def sets(settings: LengthSettings) -> list[RunSet]:
     """The runs.
 
     Raises:
         UserError: settings that nothing can be made of.
     """
-    root = experiment.runs or Path("runs/length") / experiment.task
-    return Part(root, plan(experiment), work)
+    root = settings.runs or Path("runs/length") / settings.task
+    return [RunSet(root, plan(settings), work)]
 
 
-def work(run: Run) -> Work:
+def work(run: Run) -> Workload:
     """What a run on a task of lengths needs."""
-    return Work(Lengths(run.config.task), lambda model: again(run, model))
+    return Workload(Lengths(run.config.task), lambda model: measure(run, model))
 
 
-def plan(experiment: Experiment) -> list[RunConfig]:
+def plan(settings: LengthSettings) -> list[RunConfig]:
     """The configs of all runs, seed by seed.
 
     Raises:
         UserError: settings that nothing can be made of.
     """
-    if experiment.task not in SCALES[experiment.scale]:
-        raise UserError(
-            f"the task {experiment.task!r} has no sizes at the scale {experiment.scale}; "
-            "add them to parzen.lab.experiments.length.SCALES"
-        )
-    setting = SCALES[experiment.scale][experiment.task]
+    # A task that is not of the paper is as large as copying is.
+    sizes = SCALES[settings.scale].get(settings.task, SCALES[settings.scale]["copy"])
     try:
-        data = setting.data
-        if experiment.lengths is not None:
-            data = LengthConfig(**{**vars(data), "lengths": tuple(experiment.lengths)})
+        data = replace(sizes.data, name=settings.task)
+        if settings.lengths is not None:
+            data = replace(data, lengths=tuple(settings.lengths))
         # Generation writes all samples of a test side by side: hours of training must not end in a refusal.
         answer_start(data.task().batch(data.data_seed, "test", np.arange(SEEN), data.longest).labels)
         models: list[tuple[Recipe, MosaicConfig | SequenceConfig]] = []
-        if "mosaic" in experiment.models:
-            models += [(setting.mosaic, config) for config in _mosaics(experiment, setting, data)]
-        if "transformer" in experiment.models:
-            models += [(setting.transformer, config) for config in _transformers(experiment, setting, data)]
+        if "mosaic" in settings.models:
+            models += [(sizes.mosaic, config) for config in _mosaics(settings, sizes, data)]
+        if "transformer" in settings.models:
+            models += [(sizes.transformer, config) for config in _transformers(settings, sizes, data)]
         return [
-            RunConfig(data, model, _training(experiment, recipe, data), seed)
-            for seed, (recipe, model) in itertools.product(experiment.seeds, models)
+            RunConfig(data, model, _training(settings, recipe, data), seed)
+            for seed, (recipe, model) in itertools.product(settings.seeds, models)
         ]
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def _mosaics(experiment: Experiment, setting: Setting, data: LengthConfig) -> list[MosaicConfig]:
+def _mosaics(settings: LengthSettings, sizes: Sizes, data: LengthConfig) -> list[MosaicConfig]:
     pairs = itertools.product(
-        experiment.kernels or setting.kernels, experiment.bandwidths or (MosaicConfig.bandwidth,)
+        settings.kernels or sizes.kernels, settings.bandwidths or (MosaicConfig.bandwidth,)
     )
     return [
         MosaicConfig(
-            data.task().vocab, **setting.mosaic.sizes, kernel=spell(kernel(k)), bandwidth=b, dropout=0.0
+            data.task().vocab, **sizes.mosaic.sizes, kernel=spell(kernel(k)), bandwidth=b, dropout=0.0
         )
         for k, b in pairs
     ]
 
 
-def _transformers(experiment: Experiment, setting: Setting, data: LengthConfig) -> list[SequenceConfig]:
+def _transformers(settings: LengthSettings, sizes: Sizes, data: LengthConfig) -> list[SequenceConfig]:
     pairs: Sequence[tuple[str, str]] = TRANSFORMERS
-    if experiment.kernels or experiment.bandwidths:
-        kernels = experiment.kernels or tuple(dict.fromkeys(k for k, _ in TRANSFORMERS))
-        pairs = [*itertools.product(kernels, experiment.bandwidths or (SequenceConfig.bandwidth,))]
+    if settings.kernels or settings.bandwidths:
+        kernels = settings.kernels or tuple(dict.fromkeys(k for k, _ in TRANSFORMERS))
+        pairs = [*itertools.product(kernels, settings.bandwidths or (SequenceConfig.bandwidth,))]
     models = []
-    for positions, (k, b) in itertools.product(experiment.positions, pairs):
+    for positions, (k, b) in itertools.product(settings.positions, pairs):
         # Those beyond the training length are never trained; they are there so that tests can run.
         most = data.row(data.lengths[-1]) if positions == "learned" else SequenceConfig.max_length
         models.append(
             SequenceConfig(
                 data.task().vocab,
-                **setting.transformer.sizes,
+                **sizes.transformer.sizes,
                 kernel=spell(kernel(k)),
                 positions=positions,
                 bandwidth=b,
@@ -301,11 +305,11 @@ def _transformers(experiment: Experiment, setting: Setting, data: LengthConfig) 
     return models
 
 
-def _training(experiment: Experiment, recipe: Recipe, data: LengthConfig) -> TrainConfig:
-    steps = experiment.steps or recipe.steps
-    if experiment.tokens is not None:
-        steps = math.ceil(experiment.tokens / (recipe.batch * data.row(data.longest)))
-    lr = experiment.lr or recipe.lr
+def _training(settings: LengthSettings, recipe: Recipe, data: LengthConfig) -> TrainConfig:
+    steps = settings.steps or recipe.steps
+    if settings.tokens is not None:
+        steps = math.ceil(settings.tokens / (recipe.batch * data.row(data.longest)))
+    lr = settings.lr or recipe.lr
     return TrainConfig(
         steps, recipe.batch, lr=lr, lr_end=lr / 20, warmup=recipe.warmup, norm_lr=recipe.norm_lr,
         scalar_lr=recipe.scalar_lr, evaluate_every=max(1, round(steps / 50)),
@@ -349,20 +353,30 @@ def results(model: Backbone, config: RunConfig) -> dict[str, Any]:
     return {**found, **kernel_use(model, _some(model, data, data.longest).tokens)}
 
 
-def again(run: Run, model: Backbone, lengths: Sequence[int] | None = None) -> dict[str, Any]:
+def measure(
+    run: Run, model: Backbone, lengths: Sequence[int] | None = None, keep: bool = False
+) -> dict[str, Any]:
     """``results``, and ``escape_step``: of the first evaluation with more exact matches than ``ESCAPED``.
 
     Args:
         run: what ``model`` comes from.
         model: with its best weights.
         lengths: other source lengths for the tests, ascending; None: the run's own.
+        keep: add what is found at them to the results of the run, which is finished.
 
     Raises:
-        UserError: lengths that the task or the model cannot have.
+        UserError: lengths that the task or the model cannot have, or nothing to keep.
     """
+    if keep and lengths is None:
+        raise UserError("--keep goes with --lengths: what else is measured is kept already")
+    if keep and not run.finished:
+        raise UserError(f"{run.folder} is not finished, so that nothing can be added: see parzen resume")
     steps = (line["step"] for line in run.metrics() if line["exact_match"] > ESCAPED)
     config = run.config if lengths is None else replace(run.config, task=_tested_at(run.config, lengths))
-    return {**results(model, config), "escape_step": next(steps, None)}
+    measured = {**results(model, config), "escape_step": next(steps, None)}
+    if keep:
+        _add(run, measured)
+    return measured
 
 
 def _tested_at(config: RunConfig, lengths: Sequence[int]) -> LengthConfig:
@@ -380,7 +394,7 @@ def _tested_at(config: RunConfig, lengths: Sequence[int]) -> LengthConfig:
     return data
 
 
-def keep(run: Run, more: Mapping[str, Any]) -> None:
+def _add(run: Run, more: Mapping[str, Any]) -> None:
     """Adds what ``more`` says of its lengths to the results of a finished run."""
     results = run.results()
     for name, table in more.items():
@@ -407,26 +421,188 @@ def _generated(model: Backbone, data: LengthConfig, length: int) -> float:
     return float(torch.cat(right).mean())
 
 
-# ---- what is shown -------------------------------------------------------------------------------
-
-
-def _show(runs: Sequence[Run]) -> None:
-    """Exact match by test length, in the order of the runs."""
-    lengths = [str(length) for length in runs[0].config.task.lengths]
-    rows = []
-    for r in runs:
-        model, found = r.config.model, r.results() if r.finished else {}
-        name = r.config.name if isinstance(model, MosaicConfig) else f"{r.config.name}, {model.positions}"
-        exact = found.get("exact_match", {})
-        escaped = found.get("escape_step")
-        rows.append(
-            (
-                name,
-                str(r.config.seed),
-                *(f"{exact[at]:.3f}" if at in exact else "—" for at in lengths),
-                "—" if escaped is None else str(escaped),
+def show(runs: Sequence[Run]) -> None:
+    """Exact match by test length, in the order of the runs, a table for each task."""
+    for task in dict.fromkeys(r.config.task for r in runs):
+        lengths = [str(length) for length in task.lengths]
+        rows = []
+        for r in [r for r in runs if r.config.task == task]:
+            model, found = r.config.model, r.results() if r.finished else {}
+            name = r.config.name if isinstance(model, MosaicConfig) else f"{r.config.name}, {model.positions}"
+            exact = found.get("exact_match", {})
+            escaped = found.get("escape_step")
+            rows.append(
+                (
+                    name,
+                    str(r.config.seed),
+                    *(f"{exact[at]:.3f}" if at in exact else "—" for at in lengths),
+                    "—" if escaped is None else str(escaped),
+                )
             )
+        print()
+        print(f"{task.name}: exact match by source length")
+        console.show_table(("model", "seed", *lengths, "escape step"), rows)
+
+
+# ---- claims --------------------------------------------------------------------------------------
+
+
+def _place(scale: str, task: str) -> Place:
+    return Place(task, f"{FOLDERS[scale]}length/{task}", (("model.kind", "mosaic"),))
+
+
+def _claims(scale: str, task: str, lengths: tuple[int, ...]) -> list[Claim]:
+    place = _place(scale, task)
+    inside, beyond, far = exact(lengths[0]), exact(*lengths[1:]), exact(lengths[-1])
+    adaptive = ("epanechnikov", "relumax")
+    rows: dict[str, tuple[str, Callable[[Results], Outcome]]] = {
+        "gaussian-in-distribution": (
+            "the Gaussian solves the task in distribution",
+            Within(place, inside, alone("gaussian"), low=0.95),
+        ),
+        "gaussian-collapses": (
+            "and fails at the greatest length",
+            Within(place, far, alone("gaussian"), low=-1.0, high=0.1),
+        ),
+        "uniform-fails": (
+            "top-k uniform does not extrapolate",
+            Within(place, beyond, alone("knn_uniform"), low=-1.0, high=0.1),
+        ),
+        "nearest-between": (
+            "top-k Gaussian loses less than the Gaussian beyond the training length",
+            Within(place, beyond, over(("knn_gaussian",), ("gaussian",))),
+        ),
+        "nearest-poor": (
+            "but is poor at the greatest length",
+            Within(place, far, alone("knn_gaussian"), low=-1.0, high=0.5),
+        ),
+        "sparse-in-distribution": (
+            "sparsemax and ReLUmax are perfect in distribution",
+            Within(place, inside, alone(*adaptive), low=0.99),
+        ),
+        "sparse-extrapolate": (
+            "and extrapolate better than the Gaussian and both top-k kernels",
+            Within(place, beyond, over(adaptive, ("gaussian", *NEAREST))),
+        ),
+        "sparsemax-over-relumax": (
+            "sparsemax extrapolates better than ReLUmax",
+            Within(place, beyond, over(("epanechnikov",), ("relumax",))),
+        ),
+        "relumax-over-normrelu": (
+            "ReLUmax extrapolates better than normReLU",
+            Within(place, beyond, over(("relumax",), ("normrelu",))),
+        ),
+    }
+    if task == "mqmtar":
+        rows["polynomials-lead"] = (
+            "biweight and triweight extrapolate better than the Gaussian and both top-k kernels",
+            Within(place, beyond, over(("biweight", "triweight"), ("gaussian", *NEAREST))),
         )
-    print()
-    print(f"{runs[0].config.task.name}: exact match by source length")
-    console.show_table(("model", "seed", *lengths, "escape step"), rows)
+    if task == "reverse":
+        rows["triweight-leads"] = (
+            "triweight extrapolates best",
+            Within(place, beyond, over(("triweight",), [m for m in MOSAICS if m != "triweight"])),
+        )
+    return [
+        Claim(f"table2/{scale}/{task}/{key}", "Table 2", scale, *row, f"length/{task}")
+        for key, row in rows.items()
+    ]
+
+
+def _tested(scale: str) -> dict[str, tuple[int, ...]]:
+    """The test lengths of each task of the paper; the first is in distribution."""
+    return {task: SCALES[scale][task].data.lengths for task in _TASKS} if scale in SCALES else {}
+
+
+def claims(scale: str) -> list[Claim]:
+    return [claim for task, lengths in _tested(scale).items() for claim in _claims(scale, task, lengths)]
+
+
+def tables(scale: str) -> list[Table]:
+    return [
+        Table(
+            f"Exact match on {task}, by source length; the first is in distribution.",
+            MOSAICS,
+            tuple((str(n), _place(scale, task), (exact(n),)) for n in lengths),
+        )
+        for task, lengths in _tested(scale).items()
+    ]
+
+
+# ---- the row -------------------------------------------------------------------------------------
+
+
+def options(command: ArgumentParser) -> None:
+    command.add_argument("--task", choices=tuple(TASKS), required=True, help="what is learned")
+    command.add_argument(
+        "--models", type=names_among(MODELS), metavar="A,B", help="mosaic (default), transformer"
+    )
+    command.add_argument(
+        "--kernels",
+        type=kernel_names,
+        metavar="A,B",
+        help="default: eight of the table for mosaics; for Transformers without --bandwidths, softmax with "
+        "fixed and ssmax, 1.5-entmax with fixed and asentmax",
+    )
+    command.add_argument(
+        "--bandwidths",
+        type=names_among(("published", *BANDWIDTHS)),
+        metavar="A,B",
+        help=f"published (mosaics only), {', '.join(BANDWIDTHS)}",
+    )
+    command.add_argument(
+        "--positions",
+        type=names_among(("learned", *POSITIONS)),
+        metavar="A,B",
+        help=f"of Transformers: learned, {', '.join(POSITIONS)} (default: nape)",
+    )
+    command.add_argument(
+        "--lengths",
+        type=lengths_of,
+        metavar="N,M",
+        help="source lengths of the tests (default: the scale's)",
+    )
+    command.add_argument("--scale", choices=tuple(SCALES), help="default: small")
+    command.add_argument("--seeds", type=whole(0), nargs="+", metavar="S", help="default: 0")
+    amount = command.add_mutually_exclusive_group()
+    amount.add_argument("--tokens", type=whole(1), help="training tokens of each run (default: the scale's)")
+    amount.add_argument("--steps", type=whole(1), help="training steps of each run, instead of --tokens")
+    command.add_argument("--lr", type=positive, help="peak learning rate (default: that of the scale)")
+    command.add_argument(
+        "--runs", type=path, metavar="DIR", help="folder of run folders (default: runs/length/TASK)"
+    )
+
+
+def measure_options(command: ArgumentParser) -> None:
+    command.add_argument(
+        "--lengths",
+        type=lengths_of,
+        metavar="N,M",
+        help="other source lengths (runs of parzen length)",
+    )
+    command.add_argument("--keep", action="store_true", help="add those lengths to the run's results")
+
+
+EXPERIMENT = Experiment(
+    "Table 2",
+    "length generalisation",
+    claims,
+    tables,
+    Trained(
+        task=LengthConfig,
+        commands=(
+            Command(
+                "length",
+                "learn a task on short sources, and test it on longer and longer ones",
+                options,
+                LengthSettings,
+            ),
+        ),
+        scales=TABLE2,
+        sets=sets,
+        work=work,
+        show=show,
+        measure=measure,
+        measured_with=measure_options,
+    ),
+)

@@ -1,11 +1,12 @@
-"""``parzen train`` and ``parzen compare``: runs on stories that see the same batches, one after the other."""
+"""``parzen train`` and ``parzen compare``: Figure 2, runs on stories that see the same batches."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -17,15 +18,36 @@ from torch import nn
 
 from parzen.kernels import kernel, spell
 from parzen.lab import console
-from parzen.lab.data.text import END, open_text
+from parzen.lab.arguments import kernel_names, names_among, path, positive, whole
+from parzen.lab.data.text import open_text
 from parzen.lab.data.tokens import read_tokenizer, token_stream
 from parzen.lab.errors import UserError
+from parzen.lab.experiments.claims import (
+    ALIKE,
+    ALONG,
+    LOSS,
+    MOSAICS,
+    NEAREST,
+    POLYNOMIALS,
+    RISES,
+    SLIGHTLY,
+    Claim,
+    Narrows,
+    Outcome,
+    Place,
+    Results,
+    Table,
+    Within,
+    alone,
+    over,
+)
+from parzen.lab.experiments.experiment import EIGHT, SCALES, Command, Experiment, Trained
 from parzen.lab.experiments.kernel_use import attention_map, kernel_use
 from parzen.lab.files import write_whole
-from parzen.lab.run.config import EIGHT, RunConfig
+from parzen.lab.run.config import RunConfig
 from parzen.lab.run.folder import Run, read_json, to_bytes
-from parzen.lab.run.sweep import HERE, How, Part, Work, best_model, build, sweep
-from parzen.lab.run.train import Keeper, TrainConfig, train
+from parzen.lab.run.sweep import LOCAL, Execution, RunSet, Workload, build
+from parzen.lab.run.train import Storage, TrainConfig, train
 from parzen.lab.tasks.stories import (
     Language,
     Stories,
@@ -36,11 +58,10 @@ from parzen.lab.tasks.stories import (
     loss_by_position,
 )
 from parzen.models.backbone import Backbone
-from parzen.models.generate import generate
-from parzen.models.mosaic import Mosaic, MosaicConfig
+from parzen.models.mosaic import MosaicConfig
 from parzen.models.sequence import MIXERS, SequenceConfig
 
-# How many validation windows show what the kernel does, and how many words the attention map has.
+# Execution many validation windows show what the kernel does, and how many words the attention map has.
 USE_WINDOWS, MAP_TOKENS = 32, 24
 
 
@@ -62,7 +83,8 @@ class Comparison:
         curve: how often the validation loss is taken.
         sample: on how many windows, spread over the validation text; None: all, as at the end.
         most: bytes of text to read or to generate; None: all.
-        how: runs are carried out.
+        needs_text: whether the built-in stories will not do.
+        execution: how runs are carried out.
     """
 
     data: Path | None = None
@@ -92,7 +114,8 @@ class Comparison:
     curve: int = 20
     sample: int | None = None
     most: int | None = None
-    how: How = HERE
+    needs_text: bool = False
+    execution: Execution = LOCAL
 
 
 # What Figure 2 is made of. *paper* is 80,000 steps, 2,000 of them rising.
@@ -102,24 +125,18 @@ FIGURE2: dict[str, tuple[Comparison, ...]] = {
             seeds=(0, 1), tokens=10_000, width=32, heads=2, slots=32, vocab=512, context=64, most=300_000
         ),
     ),
-    "small": (Comparison(layers=(1, 4), seeds=(0, 1)), Comparison(layers=(8,))),
+    "small": (
+        Comparison(layers=(1, 4), seeds=(0, 1), needs_text=True),
+        Comparison(layers=(8,), needs_text=True),
+    ),
     "paper": (
         Comparison(
             layers=(1, 8, 12), seeds=(0, 1, 2), tokens=80_000 * 512 * 512, width=768, heads=12, slots=2688,
             vocab=50_304, context=512, dropout=0.05, batch=512, accumulate=16, lr=5e-3, norm_lr=1.0,
-            scalar_lr=1.0, warmup=0.025, precision="bf16", curve=80,
+            scalar_lr=1.0, warmup=0.025, precision="bf16", curve=80, needs_text=True,
         ),
     ),
 }  # fmt: skip
-
-
-def run(comparison: Comparison) -> int:
-    """Trains what is not finished yet, prints the table; the exit status: 1 if a run failed.
-
-    Raises:
-        UserError: files that cannot be used, or nothing can be written.
-    """
-    return train_all(comparison, load(comparison))[1]
 
 
 def load(comparison: Comparison) -> Stories:
@@ -135,24 +152,37 @@ def load(comparison: Comparison) -> Stories:
     )
 
 
-def train_all(comparison: Comparison, stories: Stories) -> tuple[list[Run], int]:
-    """``run`` on this text: the runs and the exit status."""
-    tokens = _tokens(comparison, stories)
-    print(f"{tokens:,} training tokens a run")
-    runs, status = sweep([part(comparison, stories, tokens)], comparison.how)
-    _show(runs, stories.baselines)
-    return runs, status
+def sets(comparison: Comparison) -> list[RunSet]:
+    """The runs.
+
+    Raises:
+        UserError: settings that nothing can be made of, or files that cannot be used.
+    """
+    if comparison.needs_text and comparison.data is None:
+        # No text, no hashes: the runs can be counted, not looked for.
+        text = StoriesConfig(vocab=comparison.vocab, context=comparison.context)
+        configs = plan(comparison, text, comparison.tokens)
+        return [RunSet(comparison.runs, configs, work, missing=NO_TEXT)]
+    return [sets_on(load(comparison), comparison)]
 
 
-def part(comparison: Comparison, stories: Stories, tokens: int) -> Part:
-    """The runs on this text.
+NO_TEXT = (
+    "Figure 2 learns real stories at this scale: get them with `parzen data babistories --to DIR` (the "
+    "paper's) or `parzen data tinystories --to DIR`, and give them with --data and --valid"
+)
+
+
+def sets_on(stories: Stories, comparison: Comparison) -> RunSet:
+    """The runs on a text that is loaded.
 
     Raises:
         UserError: settings that nothing can be made of.
     """
+    tokens = _tokens(comparison, stories)
+    print(f"{tokens:,} training tokens a run")
     needed = _work(stories, comparison.context, comparison.sample)
     paths = {"data": comparison.data, "valid": comparison.valid}
-    return Part(
+    return RunSet(
         comparison.runs,
         plan(comparison, stories.config, tokens),
         lambda run: needed,
@@ -170,7 +200,7 @@ def part(comparison: Comparison, stories: Stories, tokens: int) -> Part:
     )
 
 
-def work(run: Run) -> Work:
+def work(run: Run) -> Workload:
     """What a run on stories needs.
 
     Raises:
@@ -190,9 +220,9 @@ def work(run: Run) -> Work:
     return _work(stories, config.context, text.get("sample"))
 
 
-def _work(stories: Stories, context: int, sample: int | None) -> Work:
+def _work(stories: Stories, context: int, sample: int | None) -> Workload:
     windows = stories.windows(context)
-    return Work(
+    return Workload(
         Language(stories, context, _sampled(windows, sample)),
         lambda model: {**results(model, windows, stories.tokenizer), "baselines": stories.baselines},
     )
@@ -288,8 +318,8 @@ def seconds_a_step(
         Language(stories, comparison.context, (inputs[:1], targets[:1])),
         replace(config.train, steps=steps, evaluate_every=steps),
         config.seed,
-        Keeper(),
-        device=comparison.how.device,
+        Storage(),
+        device=comparison.execution.device,
         report=lambda now: clock.append(now.seconds),
     )
     return median(b - a for a, b in itertools.pairwise(clock))
@@ -318,7 +348,8 @@ def results(model: nn.Module, windows: Windows, tokenizer: Tokenizer) -> dict[st
 HEADERS = ("kernel", "layers", "seed", "validation loss", "keys with weight", "tokens", "tokens/s")
 
 
-def _show(runs: Sequence[Run], baselines: dict[str, float]) -> None:
+def show(runs: Sequence[Run]) -> None:
+    baselines: dict[str, float] = next((r.results()["baselines"] for r in runs if r.finished), {})
     rows = [(name, "—", "—", f"{loss:.3f}", "—", "—", "—") for name, loss in baselines.items()]
     for r in runs:
         got: dict[str, Any] = r.results() if r.finished else next(iter(r.metrics()[-1:]), {})
@@ -337,10 +368,7 @@ def _show(runs: Sequence[Run], baselines: dict[str, float]) -> None:
     console.show_table(HEADERS, rows)
 
 
-# ---- one run, afterwards -------------------------------------------------------------------------
-
-
-def again(run: Run, model: Backbone, valid: Path | None) -> dict[str, Any]:
+def measure(run: Run, model: Backbone, valid: Path | None = None) -> dict[str, Any]:
     """``results`` on the run's own validation text or another.
 
     Raises:
@@ -354,20 +382,197 @@ def again(run: Run, model: Backbone, valid: Path | None) -> dict[str, Any]:
     return results(model, Stories(tokenizer, stream, stream, "").windows(run.config.task.context), tokenizer)
 
 
-def generate_from(
-    folder: Path, prompt: str, tokens: int, temperature: float, top_k: int | None, seed: int
-) -> int:
-    """Prints ``prompt`` and what the run's best weights write after it."""
-    run, model = best_model(folder)
-    if not isinstance(run.config.task, StoriesConfig) or not isinstance(model, Mosaic):
-        raise UserError(f"{folder} is no mosaic that was trained on stories")
-    tokenizer = read_tokenizer(folder / "tokenizer.json")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UserError("the prompt is not UTF-8") from error
-    ids = tokenizer.encode(prompt or END).ids
-    generator = torch.Generator().manual_seed(seed)
-    written = generate(model, torch.tensor([ids]), tokens, temperature, top_k, generator)
-    print(prompt + tokenizer.decode(written[0].tolist(), skip_special_tokens=False).split(END)[0])
-    return 0
+# ---- claims --------------------------------------------------------------------------------------
+
+# The depths that the paper speaks of, of which *small* leaves the deepest untrained.
+DEPTHS = {"tiny": (1,), "small": (1, 4, 8, 12), "paper": (1, 8, 12)}
+
+
+def _place(scale: str, layers: int) -> Place:
+    name = f"{layers} layer{'s' if layers > 1 else ''}"
+    return Place(name, f"{SCALES[scale]}stories", (("model.layers", layers),))
+
+
+def _claims(scale: str, layers: int) -> list[Claim]:
+    place, where = _place(scale, layers), "Figure 2"
+    lead = Within(place, LOSS, over(POLYNOMIALS, ("gaussian",)))
+    rows: dict[str, tuple[str, Callable[[Results], Outcome]]] = {}
+    if layers < 12:
+        rows["compact-over-gaussian"] = (
+            "Epanechnikov, biweight and triweight end below the Gaussian",
+            lead,
+        )
+        rows["compact-over-nearest"] = (
+            "Epanechnikov, biweight and triweight end below both top-k kernels",
+            Within(place, LOSS, over(POLYNOMIALS, NEAREST)),
+        )
+    if 1 < layers < 12:
+        rows["along"] = (
+            "and they are ahead of the Gaussian and of top-k all along training",
+            Within(place, ALONG, over(POLYNOMIALS, ("gaussian", *NEAREST))),
+        )
+        rows["nearest-competitive"] = (
+            "top-k Gaussian is competitive: behind the Gaussian by no more than what counts as alike",
+            Within(place, LOSS, over(("knn_gaussian",), ("gaussian",)), low=-ALIKE),
+        )
+        rows["nearest-unstable"] = (
+            "but mildly unstable: its validation loss rises more between evaluations than the Gaussian's",
+            Within(place, RISES, over(("gaussian",), ("knn_gaussian",))),
+        )
+    rows["unit-mass-over-normrelu"] = (
+        "sparsemax and the entmax family, whose bandwidth adapts, beat normReLU, whose bandwidth is fixed",
+        Within(place, LOSS, over(POLYNOMIALS, ("normrelu",))),
+    )
+    if layers > 1:
+        rows["relumax-over-normrelu"] = (
+            "ReLUmax beats normReLU",
+            Within(place, LOSS, over(("relumax",), ("normrelu",))),
+        )
+        rows["relumax-slightly-behind"] = (
+            "ReLUmax is slightly behind the kernels with an adaptive bandwidth",
+            Within(place, LOSS, over(POLYNOMIALS, ("relumax",)), high=SLIGHTLY),
+        )
+    if layers == 12:
+        rows["alike"] = (
+            "all kernels but normReLU and uniform kNN end alike",
+            Within(
+                place,
+                LOSS,
+                over((*POLYNOMIALS, "relumax", "knn_gaussian"), ("gaussian",)),
+                low=-ALIKE,
+                high=ALIKE,
+            ),
+        )
+        rows["worse"] = (
+            "normReLU and uniform kNN end worse than the Gaussian, by more than what counts as alike",
+            Within(place, LOSS, over(("gaussian",), ("normrelu", "knn_uniform")), low=ALIKE),
+        )
+        rows["gap-narrows"] = (
+            "the lead of the rectified polynomials over the Gaussian is smaller than with 8 layers",
+            Narrows(Within(_place(scale, 8), LOSS, lead.pairs), lead),
+        )
+        if scale == "paper":
+            rows["reference"] = (
+                "the Gaussian mosaic reaches the published 1.498–1.501 nats",
+                Within(place, LOSS, alone("gaussian"), low=1.5 - ALIKE, high=1.5 + ALIKE),
+            )
+    return [
+        Claim(f"figure2/{scale}/{layers}/{key}", where, scale, *row, "stories") for key, row in rows.items()
+    ]
+
+
+def claims(scale: str) -> list[Claim]:
+    return [claim for layers in DEPTHS.get(scale, ()) for claim in _claims(scale, layers)]
+
+
+def tables(scale: str) -> list[Table]:
+    places = [_place(scale, layers) for layers in DEPTHS.get(scale, ())]
+    columns = tuple((place.name, place, (LOSS,)) for place in places)
+    return [Table("Validation loss in nats per token, by depth.", MOSAICS, columns)] if columns else []
+
+
+# ---- the row -------------------------------------------------------------------------------------
+
+SIZES = {
+    "width": "of a token's vector (default: 128)",
+    "heads": "of every layer; they divide the width (default: 4)",
+    "slots": "learned pairs of each head of a mosaic (default: 448)",
+    "vocab": "of the tokeniser that is trained (default: 2048)",
+    "context": "tokens in a sequence (default: 256)",
+    "batch": "sequences in a step (default: 8)",
+    "accumulate": "parts that a step is cut into, to save memory (default: 1)",
+}
+RATES = {
+    "lr": "peak learning rate (default: 0.01)",
+    "norm-lr": "factor on it for the gains of LayerNorms (default: 30.0)",
+    "scalar-lr": "the same for bandwidths and other scalars (default: 0.1)",
+}
+
+
+def compare_options(command: ArgumentParser) -> None:
+    models = ("mosaic", *MIXERS)
+    command.add_argument("task", choices=("stories",), help="what is learned")
+    command.add_argument("--models", type=names_among(models), metavar="A,B", help=f"of {', '.join(models)}")
+    command.add_argument("--kernels", type=kernel_names, metavar="A,B", help="default: eight of the table")
+    command.add_argument("--layers", type=whole(1), nargs="+", metavar="L", help="default: 1")
+    command.add_argument("--seeds", type=whole(0), nargs="+", metavar="S", help="default: 0")
+    _training_options(command)
+
+
+def train_options(command: ArgumentParser) -> None:
+    command.add_argument("task", choices=("stories",), help="what is learned")
+    command.add_argument(
+        "--model", dest="models", choices=("mosaic", *MIXERS), nargs=1, help="default: mosaic"
+    )
+    command.add_argument(
+        "--kernel",
+        dest="kernels",
+        type=kernel_names,
+        metavar="A",
+        default=("gaussian",),
+        help="default: gaussian",
+    )
+    command.add_argument("--layers", type=whole(1), nargs=1, metavar="L", help="default: 1")
+    command.add_argument("--seed", dest="seeds", type=whole(0), nargs=1, metavar="S", help="default: 0")
+    _training_options(command)
+
+
+def text_options(command: ArgumentParser, about: str = "stories of Figure 2 (tiny has its own)") -> None:
+    command.add_argument("--data", type=path, metavar="PATH", help=about)
+    command.add_argument("--valid", type=path, metavar="PATH", help="validation stories (default: last 6 %%)")
+    command.add_argument(
+        "--tokenizer", type=path, metavar="PATH", help="vocab.json and merges.txt in a folder"
+    )
+
+
+def _training_options(command: ArgumentParser) -> None:
+    text_options(command, "stories (default: the built-in ones)")
+    command.add_argument(
+        "--runs", type=path, metavar="DIR", help="folder of run folders (default: runs/stories)"
+    )
+    amount = command.add_mutually_exclusive_group()
+    amount.add_argument("--tokens", type=whole(1), help="training tokens of each run (default: 2200000)")
+    amount.add_argument("--minutes", type=positive, help="about how long all take, once turned into tokens")
+    for name, about in SIZES.items():
+        command.add_argument(f"--{name}", type=whole(1), metavar="N", help=about)
+    for name, about in RATES.items():
+        command.add_argument(f"--{name}", type=positive, metavar="X", help=about)
+    command.add_argument("--dropout", type=float, metavar="P", help="on memory weights, … (default: 0.0)")
+    command.add_argument("--positions", help="of a transformer: learned, none, rotary (default), alibi, nape")
+    command.add_argument("--precision", choices=("float32", "bf16"), help="default: float32")
+
+
+def measure_options(command: ArgumentParser) -> None:
+    command.add_argument("--valid", type=path, metavar="PATH", help="another text (default: the run's own)")
+
+
+def settings(task: str, **given: Any) -> Comparison:
+    """What the command line gives; ``task`` is always stories."""
+    return Comparison(**given)
+
+
+EXPERIMENT = Experiment(
+    "Figure 2",
+    "language modelling on stories",
+    claims,
+    tables,
+    Trained(
+        task=StoriesConfig,
+        commands=(
+            Command("train", "train one model on stories, or go on with it", train_options, settings),
+            Command(
+                "compare",
+                "train every kernel × depth × seed on the same batches of stories",
+                compare_options,
+                settings,
+            ),
+        ),
+        scales={scale: {"stories": several} for scale, several in FIGURE2.items()},
+        sets=sets,
+        work=work,
+        show=show,
+        options=text_options,
+        measure=measure,
+        measured_with=measure_options,
+    ),
+)

@@ -10,6 +10,7 @@ import torch
 
 from parzen.lab.data.text import MOST_TEXT
 from parzen.lab.experiments import stories as experiment
+from parzen.lab.experiments import train
 from parzen.lab.experiments.stories import Comparison
 from parzen.lab.files import write_whole
 from parzen.lab.reports.document import report
@@ -42,7 +43,9 @@ def run(comparison: Comparison, to: Path) -> int:
     write_whole(to / "README.md", ABOUT)
     stories = experiment.load(comparison)
     _choose_threads(comparison, stories)
-    runs, status = experiment.train_all(replace(comparison, runs=to / "runs"), stories)
+    sets = [experiment.sets_on(stories, replace(comparison, runs=to / "runs"))]
+    runs, status = train(sets, comparison.execution)
+    experiment.show(runs)
     if begun := [r for r in runs if r.finished or r.metrics()]:
         report(begun, to)
         print(f"\nsaved in {to}: index.html, table.md, loss.png, …")

@@ -12,20 +12,19 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+from parzen.lab.experiments.claims import Claim, Outcome
 from parzen.lab.files import write_whole
 from parzen.lab.reports import figures, page
-from parzen.lab.reports.groups import Group, flat, group, task_of, typed, varying
+from parzen.lab.reports.groups import Group, group, task_of, typed, varying
 from parzen.lab.reports.page import NONE, Cell, Section
 from parzen.lab.reports.plates import plates_of, style_of
 from parzen.lab.reports.tables import DIFFERENCE, against, cells, latex, markdown, notes, summary, to_csv
+from parzen.lab.run.config import flat
 from parzen.lab.run.folder import Run
 
-if TYPE_CHECKING:
-    from parzen.lab.reports.ledger import Claim, Outcome
-
-Claims: TypeAlias = "Sequence[tuple[Claim, Outcome]]"
+Claims: TypeAlias = Sequence[tuple[Claim, Outcome]]
 
 
 def _results_section(groups: Sequence[Group]) -> Section:

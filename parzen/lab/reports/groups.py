@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from parzen.lab import statistics
 from parzen.lab.errors import UserError
 from parzen.lab.reports.page import NONE
+from parzen.lab.run.config import about, setting_of
 from parzen.lab.run.folder import Run, read_json
 
 
@@ -85,31 +86,8 @@ def _record(run: Run) -> Record:
     return Record(run.folder.name, run.config.seed, curve, run.speed, results, environment)
 
 
-def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """("a.b", value) for every value that is no mapping."""
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def count_of(number: int | None) -> str:
     return NONE if number is None else f"{number:,}"
-
-
-def about(tokens: int | None) -> float | None:
-    """Two digits: batches of whole instances hold some tokens more with one seed than with another."""
-    return None if tokens is None else float(f"{tokens:.2g}")
-
-
-# What the name of a group says, so that groups that differ in it can be compared.
-NAMED = ("model.kernel", "model.mixer", "model.bandwidth")
-
-
-def setting_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What groups that are compared with one another have in common, by flat key."""
-    return {k: v for k, v in flat(config) if k not in NAMED}
 
 
 def varying(maps: Sequence[Mapping[str, Any]]) -> list[str]:

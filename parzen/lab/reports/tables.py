@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from parzen.lab import console, statistics
-from parzen.lab.reports.groups import Group, about, count_of, finite, flat, kind_of, typed
+from parzen.lab.reports.groups import Group, count_of, finite, kind_of, typed
 from parzen.lab.reports.page import NONE
+from parzen.lab.run.config import about, flat
 
 # What results may hold, how its column is called, and how it is shown; the first two are always there.
 MEASURES: tuple[tuple[str, str, str], ...] = (

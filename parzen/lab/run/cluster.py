@@ -1,4 +1,4 @@
-"""Runs on several machines or GPUs: Ray places runs, torchrun spreads one. No scheduling of our own.
+"""Runs on several machines: Ray places them. No scheduling of our own.
 
 A task of Ray is the path of a run folder. When its worker or node dies Ray starts it again elsewhere, and it
 goes on from the run's last checkpoint; so the folder of runs must be one that all machines share.
@@ -6,13 +6,9 @@ goes on from the run's last checkpoint; so the folder of runs must be one that a
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,19 +19,21 @@ import torch
 from parzen.lab import console
 from parzen.lab.errors import UserError
 from parzen.lab.run.folder import Run
-from parzen.lab.run.sweep import FAILED, How, attempt
+from parzen.lab.run.sweep import Execution, Reopen, RunSet, attempt
 
-# How often the death of workers or nodes starts one run again.
+# Execution often the death of workers or nodes starts one run again.
 RETRIES = 20
-LOG = "log.txt"
 
 
-def carry_out(runs: Sequence[Run], how: How) -> Iterator[tuple[Run, str | None]]:
-    """Each of ``runs`` as it ends, and why it failed.
+def carry_out(
+    todo: Sequence[tuple[Run, RunSet]], execution: Execution, reopen: Reopen
+) -> Iterator[tuple[Run, str | None]]:
+    """Each of the runs ``todo`` as it ends, and why it failed.
 
     Raises:
-        UserError: Ray is missing, there is no cluster at ``how.address``, or it has no machine for such runs.
+        UserError: Ray is missing, there is no cluster at ``execution.address``, or no machine for such runs.
     """
+    runs = [run for run, _ in todo]
     if not runs:
         return
     try:
@@ -46,18 +44,18 @@ def carry_out(runs: Sequence[Run], how: How) -> Iterator[tuple[Run, str | None]]
     if began_here:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if how.address is None:
+        if execution.address is None:
             quiet["include_dashboard"] = False
         try:
-            _knock(how.address)
-            ray.init(how.address, **quiet)
+            _knock(execution.address)
+            ray.init(execution.address, **quiet)
         except (OSError, ValueError) as error:
             raise UserError(
-                f"no Ray cluster answers at {how.address!r} ({' '.join(str(error).split())}); "
+                f"no Ray cluster answers at {execution.address!r} ({' '.join(str(error).split())}); "
                 "start one with: ray start --head"
             ) from error
     try:
-        yield from _on_ray(ray, runs, how)
+        yield from _on_ray(ray, runs, execution, reopen)
     finally:
         if began_here:
             ray.shutdown()
@@ -70,19 +68,21 @@ def _knock(address: str | None) -> None:
         socket.create_connection((host, int(port)), timeout=10).close()
 
 
-def _on_ray(ray: Any, runs: Sequence[Run], how: How) -> Iterator[tuple[Run, str | None]]:
-    cuda = torch.device(how.device).type == "cuda"
-    asked = {"CPU": float(how.cpus_per_run), "GPU": float(how.gpus_per_run if cuda else 0)}
+def _on_ray(
+    ray: Any, runs: Sequence[Run], execution: Execution, reopen: Reopen
+) -> Iterator[tuple[Run, str | None]]:
+    cuda = torch.device(execution.device).type == "cuda"
+    asked = {"CPU": float(execution.cpus_per_run), "GPU": float(execution.gpus_per_run if cuda else 0)}
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if not any(all(have.get(name, 0) >= n for name, n in asked.items()) for have in machines):
         raise UserError(
-            f"no machine of the Ray cluster has {how.cpus_per_run} CPUs and {asked['GPU']:g} GPUs for a run; "
+            f"no machine of the Ray cluster has {asked['CPU']:g} CPUs and {asked['GPU']:g} GPUs for a run; "
             "ask for fewer with --cpus-per-run or --gpus-per-run"
         )
     print(f"Ray: {len(machines)} machines, {_total(machines, 'CPU')} CPUs, {_total(machines, 'GPU')} GPUs")
     task = ray.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"], max_retries=RETRIES)(_remote)
     # A driver may run where the machines of the cluster share its folder, under the same path.
-    waiting = {task.remote(str(run.folder.resolve()), how): run for run in runs}
+    waiting = {task.remote(str(run.folder.resolve()), execution, reopen): run for run in runs}
     began = time.monotonic()
     try:
         while waiting:
@@ -111,49 +111,14 @@ def _total(machines: Sequence[dict[str, float]], resource: str) -> str:
     return f"{sum(have.get(resource, 0) for have in machines):g}"
 
 
-def _remote(folder: str, how: How) -> str | None:
+def _remote(folder: str, execution: Execution, reopen: Reopen) -> str | None:
     """The task: ``attempt`` on the run in ``folder``."""
-    from parzen.lab.again import work_of
-
     place = Path(folder)
     if not place.exists():
         return f"{folder} is not there on the machine {os.uname().nodename}: all machines must share it"
     try:
-        run = Run.open(place)
+        run, needed = reopen(place)
     except UserError as error:
         return str(error)
-    torch.set_num_threads(how.cpus_per_run)
-    return attempt(run, work_of, how)
-
-
-# ---- one run on several GPUs ---------------------------------------------------------------------
-
-
-def torchrun(run: Run, how: How) -> None:
-    """Trains ``run`` with ``how.gpus_per_run`` processes; what they print goes to its log.txt.
-
-    Raises:
-        UserError: they failed.
-    """
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *(f"--nproc-per-node={how.gpus_per_run}", "-m", "parzen", "resume", str(run.folder)),
-        *("--device", how.device, "--save-seconds", str(how.save_seconds)),
-        *(*["--compile"] * how.compiled, *["--tensorboard"] * how.tensorboard),
-    ]
-    log, error = run.folder / LOG, run.folder / FAILED
-    error.unlink(missing_ok=True)
-    with open(log, "ab") as file:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False, preexec_fn=_die_together
-        )
-    if done.returncode:
-        said = error.read_text().splitlines()[-1] if error.exists() else f"exit status {done.returncode}"
-        raise UserError(f"{said} (see {log})")
-
-
-def _die_together() -> None:
-    """Linux ends this process when its parent dies: nothing else may train the run then."""
-    if sys.platform == "linux":
-        death = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(death, signal.SIGTERM)
+    torch.set_num_threads(execution.cpus_per_run)
+    return attempt(run, lambda: needed, execution)

@@ -5,32 +5,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from parzen.kernels import kernel
 from parzen.lab.errors import UserError
 from parzen.lab.run.train import TrainConfig
-from parzen.lab.tasks.length import LengthConfig
-from parzen.lab.tasks.regbench import RegBenchConfig
-from parzen.lab.tasks.stories import StoriesConfig
+from parzen.lab.tasks.task import TaskConfig
 from parzen.models.mosaic import MosaicConfig
 from parzen.models.sequence import MIXERS, SequenceConfig
 
-# The kernels that the paper compares.
-EIGHT = (
-    "gaussian",
-    "epanechnikov",
-    "biweight",
-    "triweight",
-    "normrelu",
-    "relumax",
-    "knn_uniform",
-    "knn_gaussian",
-)
-# What a config may be made of, by the name that its JSON carries.
-TASKS: dict[str, type] = {"stories": StoriesConfig, "regbench": RegBenchConfig, "length": LengthConfig}
+# What a model's config may be, by the name that its JSON carries.
 MODELS: dict[str, type] = {"mosaic": MosaicConfig, "sequence": SequenceConfig}
 
 T = TypeVar("T")
@@ -53,15 +39,15 @@ class RunConfig:
     def to_json(self) -> dict[str, Any]:
         """Plain data, with the kinds of task and model."""
         return {
-            "task": {"kind": _kind(TASKS, self.task), **dataclasses.asdict(self.task)},
-            "model": {"kind": _kind(MODELS, self.model), **dataclasses.asdict(self.model)},
+            "task": {"kind": self.task.kind, **dataclasses.asdict(self.task)},
+            "model": {"kind": _kind(self.model), **dataclasses.asdict(self.model)},
             "train": dataclasses.asdict(self.train),
             "seed": self.seed,
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], where: str) -> RunConfig:
-        """The config that ``to_json`` wrote; ``where`` names it in errors.
+    def from_json(cls, data: Mapping[str, Any], where: str, tasks: Iterable[type[TaskConfig]]) -> RunConfig:
+        """The config that ``to_json`` wrote; ``where`` names it in errors, ``tasks`` are those it may have.
 
         Raises:
             UserError: a field is missing, unknown, or of another type or domain.
@@ -70,7 +56,7 @@ class RunConfig:
             if name not in data:
                 raise UserError(f"{where}: no {name!r} in it; this is not the config of a run")
         return cls(
-            _build(_lookup(TASKS, data["task"], where), data["task"], where),
+            _build(_lookup({task.kind: task for task in tasks}, data["task"], where), data["task"], where),
             _build(_lookup(MODELS, data["model"], where), data["model"], where),
             _build(TrainConfig, data["train"], where),
             int(data["seed"]),
@@ -98,8 +84,8 @@ class RunConfig:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _kind(table: Mapping[str, type], value: Any) -> str:
-    return next(name for name, kind in table.items() if type(value) is kind)
+def _kind(model: Any) -> str:
+    return next(name for name, kind in MODELS.items() if type(model) is kind)
 
 
 def _lookup(table: Mapping[str, type], data: Any, where: str) -> type:
@@ -120,3 +106,26 @@ def _build(cls: type[T], data: Mapping[str, Any], where: str) -> T:
         return cls(**given)
     except (TypeError, ValueError) as error:
         raise UserError(f"{where}: {error}") from error
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """("a.b", value) for every value that is no mapping."""
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+# What the name of a run says, so that runs that differ in it can be compared.
+NAMED = ("model.kernel", "model.mixer", "model.bandwidth")
+
+
+def setting_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What runs that are compared with one another have in common, by flat key."""
+    return {k: v for k, v in flat(config) if k not in NAMED}
+
+
+def about(tokens: int | None) -> float | None:
+    """Two digits: batches of whole instances hold some tokens more with one seed than with another."""
+    return None if tokens is None else float(f"{tokens:.2g}")

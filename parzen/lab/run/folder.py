@@ -23,20 +23,19 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from parzen.attention import info
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
 from parzen.lab.run.config import RunConfig
-from parzen.lab.run.train import STAMP, TIMES, Keeper
+from parzen.lab.run.train import STAMP, TIMES, Storage
+from parzen.lab.tasks.task import TaskConfig
 
 
 def to_bytes(value: Any) -> bytes:
@@ -68,7 +67,7 @@ def _commit() -> str | None:
     return done.stdout.strip()
 
 
-class Run(Keeper):
+class Run(Storage):
     """One folder. ``Run.create`` makes it or finds it again; ``Run.open`` reads one that exists."""
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
@@ -84,7 +83,7 @@ class Run(Keeper):
         run = cls(root / config.digest(), config)
         if (run.folder / "config.json").exists():
             # It may have been damaged or changed since.
-            cls.open(run.folder)
+            cls.open(run.folder, [type(config.task)])
         else:
             environment = {
                 **info(),
@@ -98,8 +97,8 @@ class Run(Keeper):
         return run
 
     @classmethod
-    def open(cls, folder: Path) -> Run:
-        """The run in ``folder``.
+    def open(cls, folder: Path, tasks: Iterable[type[TaskConfig]]) -> Run:
+        """The run in ``folder``; ``tasks`` are those that it may have.
 
         Raises:
             UserError: there is none, its config is damaged, or was edited after the run began.
@@ -107,7 +106,7 @@ class Run(Keeper):
         path = folder / "config.json"
         if not path.exists():
             raise UserError(f"{folder} is not the folder of a run: it has no config.json")
-        config = RunConfig.from_json(read_json(path), str(path))
+        config = RunConfig.from_json(read_json(path), str(path), tasks)
         if folder.resolve().name != config.digest():
             raise UserError(
                 f"{path} does not belong to its folder (its hash is {config.digest()}): it was changed, or "
@@ -204,6 +203,8 @@ class Run(Keeper):
             "lengths": {file: self._length(file) for file in ("metrics.jsonl", TIMES)},
         }
         plain = {key: t.detach().cpu().contiguous() for key, t in tensors.items()}
+        from safetensors.torch import save
+
         data = save(plain, metadata={"parzen": json.dumps(record)})
         write_whole(self.folder / f"{name}.safetensors", data)
 
@@ -213,6 +214,8 @@ class Run(Keeper):
         Raises:
             UserError: the file is cut short, damaged, or of another run.
         """
+        from safetensors import SafetensorError, safe_open
+
         path = self.folder / f"{name}.safetensors"
         if not path.exists():
             return None
@@ -242,13 +245,13 @@ class Run(Keeper):
                 os.truncate(path, state.get("lengths", {}).get(file, 0))
 
 
-def find_runs(places: list[Path]) -> list[Run]:
-    """All runs in and below ``places``, in order of folder name.
+def find_folders(places: Iterable[Path]) -> list[Path]:
+    """The folders of all runs in and below ``places``, in order of name.
 
     Raises:
         UserError: a place does not exist, or holds none.
     """
-    runs = []
+    folders = []
     for place in places:
         if not place.exists():
             raise UserError(f"{place} does not exist")
@@ -257,5 +260,5 @@ def find_runs(places: list[Path]) -> list[Run]:
         )
         if not found:
             raise UserError(f"there is no run in {place}")
-        runs += [Run.open(folder) for folder in found]
-    return runs
+        folders += found
+    return folders

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,13 +30,13 @@ from parzen.models.mosaic import Mosaic, MosaicConfig
 from parzen.models.sequence import SequenceModel
 
 ENGINES = ("process", "ray")
-FAILED = "error.txt"
+FAILED, LOG = "error.txt", "log.txt"
 # How long a run that another process trains is waited for: on a cluster, for one that is just being killed.
 PATIENCE = {"process": 2.0, "ray": 120.0}
 
 
 @dataclass(frozen=True)
-class How:
+class Execution:
     """How runs are carried out; what they compute does not depend on it, but for rounding.
 
     Attributes:
@@ -56,11 +60,11 @@ class How:
     cpus_per_run: int = 1
 
 
-HERE = How()
+LOCAL = Execution()
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What a run trains on, and what is written of its model, with the best weights, at the end."""
 
     task: Task
@@ -68,25 +72,34 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Part:
+class RunSet:
     """Runs of one experiment.
 
     Attributes:
         root: the folder of their folders.
         configs: of the runs.
         work: finds what a run needs.
-        files: what else belongs into the folder of each run, by name. With them the folder says it all:
-            ``again.work_of`` gives the same as ``work``.
+        files: what else belongs into the folder of each run, by name. With them the folder says it all.
+        tuned: of runs that differ in what is tuned, the best by validation counts.
+        missing: what must be given before they can be trained; without it they can be counted only.
     """
 
     root: Path
     configs: Sequence[RunConfig]
-    work: Callable[[Run], Work]
+    work: Callable[[Run], Workload]
     files: Mapping[str, bytes] = field(default_factory=dict)
+    tuned: bool = False
+    missing: str = ""
 
     def planned(self) -> dict[Path, RunConfig]:
         """Each config by the folder of its run."""
         return {self.root / config.digest(): config for config in self.configs}
+
+
+# Trains runs, and gives each as it ends, with why it failed.
+CarryOut: TypeAlias = Callable[[Sequence[tuple[Run, RunSet]], Execution], Iterator[tuple[Run, str | None]]]
+# Finds a run and what it needs through its folder alone, in any process.
+Reopen: TypeAlias = Callable[[Path], tuple[Run, Workload]]
 
 
 def build(config: RunConfig) -> Backbone:
@@ -95,8 +108,18 @@ def build(config: RunConfig) -> Backbone:
     return Mosaic(config.model) if isinstance(config.model, MosaicConfig) else SequenceModel(config.model)
 
 
-def sweep(parts: Sequence[Part], how: How) -> tuple[list[Run], int]:
-    """Trains every run of ``parts`` that is not finished; all of them, and an exit status.
+def in_turn(todo: Sequence[tuple[Run, RunSet]], execution: Execution) -> Iterator[tuple[Run, str | None]]:
+    """Each run as it ends, one after the other in this process, and why it failed."""
+    steps = max((run.config.train.steps for run, _ in todo), default=1)
+    with console.progress(max(1, len(todo)), steps) as progress:
+        for run, part in todo:
+            yield run, attempt(run, partial(part.work, run), execution, progress)
+
+
+def sweep(
+    sets: Sequence[RunSet], execution: Execution, carry_out: CarryOut = in_turn
+) -> tuple[list[Run], int]:
+    """Trains every run of ``sets`` that is not finished; all of them, and an exit status.
 
     It is 0, 1 if a run failed, 130 if Ctrl-C ended it.
 
@@ -108,14 +131,16 @@ def sweep(parts: Sequence[Part], how: How) -> tuple[list[Run], int]:
     first = os.environ.get("RANK", "0") == "0"
     runs: dict[Path, Run] = {}
     todo = []
-    for part in parts:
+    for part in sets:
+        if part.missing:
+            raise UserError(part.missing)
         for folder, config in part.planned().items():
             if folder in runs:
                 continue
             run = runs[folder] = Run.create(part.root, config) if first else Run(folder, config)
             if not run.finished:
                 todo.append((run, part))
-    places = ", ".join(dict.fromkeys(str(part.root) for part in parts))
+    places = ", ".join(dict.fromkeys(str(part.root) for part in sets))
     failed: list[str] = []
     status = 0
     try:
@@ -124,7 +149,7 @@ def sweep(parts: Sequence[Part], how: How) -> tuple[list[Run], int]:
             for name, data in part.files.items():
                 if first:
                     write_whole(run.folder / name, data)
-        for run, error in _carried_out(todo, how):
+        for run, error in carry_out(todo, execution):
             if error is not None:
                 failed.append(f"failed: {run.config.label}: {error}")
                 status = 1
@@ -136,33 +161,18 @@ def sweep(parts: Sequence[Part], how: How) -> tuple[list[Run], int]:
     return [*runs.values()], status
 
 
-def _carried_out(todo: Sequence[tuple[Run, Part]], how: How) -> Iterator[tuple[Run, str | None]]:
-    """Each run as it ends, and why it failed."""
-    if how.engine == "ray":
-        from parzen.lab.run import cluster
-
-        yield from cluster.carry_out([run for run, _ in todo], how)
-        return
-    steps = max((run.config.train.steps for run, _ in todo), default=1)
-    with console.progress(max(1, len(todo)), steps) as progress:
-        for run, part in todo:
-            yield run, attempt(run, part.work, how, progress)
-
-
 def attempt(
-    run: Run, work: Callable[[Run], Work], how: How, progress: console.Progress | None = None
+    run: Run, work: Callable[[], Workload], execution: Execution, progress: console.Progress | None = None
 ) -> str | None:
     """Trains ``run`` to its end, in this process or one of its own for each GPU; why that failed, or None.
 
     A mistake of ours, too, ends this run only: its whole traceback is in error.txt.
     """
     try:
-        if how.gpus_per_run > 1 and "RANK" not in os.environ:
-            from parzen.lab.run import cluster
-
-            cluster.torchrun(run, how)
+        if execution.gpus_per_run > 1 and "RANK" not in os.environ:
+            torchrun(run, execution)
         else:
-            _train(run, work, how, progress)
+            _train(run, work, execution, progress)
     except UserError as error:
         reason, text = str(error), f"{error}\n"
     # Of whatever kind: hours of other runs are not lost to it, and nothing of it is hidden.
@@ -176,19 +186,21 @@ def attempt(
     return reason
 
 
-def _train(run: Run, work: Callable[[Run], Work], how: How, progress: console.Progress | None = None) -> None:
-    config, needed = run.config, work(run)
+def _train(
+    run: Run, work: Callable[[], Workload], execution: Execution, progress: console.Progress | None = None
+) -> None:
+    config, needed = run.config, work()
     options: dict[str, Any] = {
-        "device": how.device,
-        "compiled": how.compiled,
-        "save_seconds": how.save_seconds,
+        "device": execution.device,
+        "compiled": execution.compiled,
+        "save_seconds": execution.save_seconds,
     }
     if os.environ.get("RANK", "0") != "0":
         train(build(config), needed.task, config.train, config.seed, run, **options)
         return
     # Under torchrun the other processes would wait for one that gave up.
-    patience = math.inf if "WORLD_SIZE" in os.environ else PATIENCE[how.engine]
-    with run.locked(patience), _losses(run, how.tensorboard) as write:
+    patience = math.inf if "WORLD_SIZE" in os.environ else PATIENCE[execution.engine]
+    with run.locked(patience), _losses(run, execution.tensorboard) as write:
         if run.finished:
             return
         if progress:
@@ -205,13 +217,43 @@ def _train(run: Run, work: Callable[[Run], Work], how: How, progress: console.Pr
                     progress.mark(f"valid {now.valid:.3f}, {status}")
 
         train(build(config), needed.task, config.train, config.seed, run, report=report, **options)
-        _, model = best_model(run.folder)
+        model = best_model(run)
         counted = {
             "parameters": sum(p.numel() for p in model.parameters()),
             "tokens": run.metrics()[-1]["tokens"],
         }
-        run.finish({**needed.results(model.to(how.device)), **counted})
+        run.finish({**needed.results(model.to(execution.device)), **counted})
         (run.folder / FAILED).unlink(missing_ok=True)
+
+
+def torchrun(run: Run, execution: Execution) -> None:
+    """Trains ``run`` with ``execution.gpus_per_run`` processes; what they print goes to its log.txt.
+
+    Raises:
+        UserError: they failed.
+    """
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *(f"--nproc-per-node={execution.gpus_per_run}", "-m", "parzen", "resume", str(run.folder)),
+        *("--device", execution.device, "--save-seconds", str(execution.save_seconds)),
+        *(*["--compile"] * execution.compiled, *["--tensorboard"] * execution.tensorboard),
+    ]
+    log, error = run.folder / LOG, run.folder / FAILED
+    error.unlink(missing_ok=True)
+    with open(log, "ab") as file:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False, preexec_fn=_die_together
+        )
+    if done.returncode:
+        said = error.read_text().splitlines()[-1] if error.exists() else f"exit status {done.returncode}"
+        raise UserError(f"{said} (see {log})")
+
+
+def _die_together() -> None:
+    """Linux ends this process when its parent dies: nothing else may train the run then."""
+    if sys.platform == "linux":
+        death = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death, signal.SIGTERM)
 
 
 @contextmanager
@@ -230,17 +272,29 @@ def _losses(run: Run, tensorboard: bool) -> Iterator[Callable[[str, float, int],
         writer.close()
 
 
-def best_model(folder: Path) -> tuple[Run, Backbone]:
-    """The run in ``folder`` and its model with the best weights so far.
+def best_model(run: Run) -> Backbone:
+    """The model of ``run`` with the best weights so far.
 
     Raises:
-        UserError: no such run, or it has no checkpoint yet.
+        UserError: it has no checkpoint yet.
     """
-    run = Run.open(folder)
     saved = run.load("best")
     if saved is None:
         advice = "remove its results.json to train it again" if run.finished else "train it for longer"
-        raise UserError(f"{folder} has no best.safetensors: {advice}")
+        raise UserError(f"{run.folder} has no best.safetensors: {advice}")
     model = build(run.config)
     load_weights(model, saved[0])
-    return run, model.eval()
+    return model.eval()
+
+
+def chosen(sets: Sequence[RunSet], runs: Sequence[Run]) -> list[Run]:
+    """``runs``, but of those that are tuned, for each task, model and seed, the one that validates best."""
+    tuned = {folder for part in sets if part.tuned for folder in part.planned()}
+    best: dict[str, Run] = {}
+    for run in sorted((run for run in runs if run.folder in tuned and run.finished), key=_validation):
+        best.setdefault(repr((run.config.task, run.config.name, run.config.seed)), run)
+    return [run for run in runs if run.folder not in tuned or run in best.values()]
+
+
+def _validation(run: Run) -> float:
+    return min(line["loss"] for line in run.metrics())

@@ -79,7 +79,7 @@ class TrainConfig:
         return self.lr_end + (self.lr - self.lr_end) * (1 + math.cos(math.pi * progress)) / 2
 
 
-class Keeper:
+class Storage:
     """Where a run keeps its logs and checkpoints; this one keeps nothing (see ``Run``)."""
 
     def log(self, record: Mapping[str, Any], file: str = "metrics.jsonl") -> None:
@@ -142,14 +142,14 @@ def train(
     task: Task,
     config: TrainConfig,
     seed: int,
-    keeper: Keeper,
+    storage: Storage,
     *,
     device: str = "cpu",
     report: Callable[[Progress], None] = lambda progress: None,
     save_seconds: float = 60.0,
     compiled: bool = False,
 ) -> dict[str, float]:
-    """Trains ``model`` in place, from the keeper's last checkpoint if it has one; the last evaluation.
+    """Trains ``model`` in place, from the storage's last checkpoint if it has one; the last evaluation.
 
     Batches and dropout are functions of (seed, step), so that a run that was killed and goes on repeats the
     same numbers. Under torchrun each process takes its share of every batch, and the first one keeps.
@@ -163,13 +163,13 @@ def train(
     optimizer = optimizer_of(model, config)
     first, best, seen = 0, math.inf, 0
     metrics: dict[str, float] = {}
-    saved = keeper.load("last")
+    saved = storage.load("last")
     if saved is not None:
         _restore(model, optimizer, saved[0])
         first, best, seen, metrics = (saved[1][key] for key in ("step", "best", "tokens", "metrics"))
     if rank == 0:
-        keeper.rewind(saved[1] if saved else {})
-        keeper.log(
+        storage.rewind(saved[1] if saved else {})
+        storage.log(
             {"step": first, "begun": time.strftime(STAMP, time.gmtime()), "on": platform.node()}, TIMES
         )
     net: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
@@ -223,16 +223,16 @@ def train(
             if rank == 0:
                 metrics = task.evaluate(model.eval())
                 valid = metrics["loss"]
-                keeper.log({"step": done, "tokens": seen, "train_loss": value, **metrics})
-                keeper.log({"step": done, "tokens_per_second": tokens / seconds}, TIMES)
+                storage.log({"step": done, "tokens": seen, "train_loss": value, **metrics})
+                storage.log({"step": done, "tokens_per_second": tokens / seconds}, TIMES)
                 if valid < best:
                     best = valid
-                    keeper.save("best", _weights(model), {"step": done, "metrics": metrics})
+                    storage.save("best", _weights(model), {"step": done, "metrics": metrics})
             if world > 1:
                 dist.barrier()
         if rank == 0 and (done == config.steps or time.monotonic() - last_saved > save_seconds):
             state = {"step": done, "best": best, "tokens": seen, "metrics": metrics}
-            keeper.save("last", _weights(model) | _moments(optimizer), state)
+            storage.save("last", _weights(model) | _moments(optimizer), state)
             last_saved = time.monotonic()
         report(Progress(done, value, tokens, seconds, valid))
     return metrics

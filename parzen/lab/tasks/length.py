@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -44,6 +45,8 @@ class LengthConfig:
             hundredth beyond.
         data_seed: what validation and tests are drawn from; training draws from the seed of the run.
     """
+
+    kind: ClassVar[str] = "length"
 
     name: str = "sort"
     shortest: int = 8
@@ -81,8 +84,12 @@ class LengthConfig:
         """Tokens of a sample whose source has this length, or this nominal length: the padded width too."""
         return self.task().batch(self.data_seed, "test", [0], length).tokens.shape[1]
 
+    @property
+    def sequence_length(self) -> int:
+        return self.row(self.longest)
+
     def tests(self, length: int) -> int:
-        """How many samples a test at this length has."""
+        """Execution many samples a test at this length has."""
         times = length / self.longest
         return -(-self.test // (1 if times <= 8 else 10 if times <= 64 else 100))
 
@@ -122,7 +129,7 @@ class Lengths:
 
 @torch.no_grad()
 def score(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-    """How a model that gives logits (B, T, V) does, with the right target before it.
+    """Execution a model that gives logits (B, T, V) does, with the right target before it.
 
     Returns:
         ``loss``, nats per label; ``exact_match``, the share of samples that are right to the end;

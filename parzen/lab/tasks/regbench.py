@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from statistics import mean
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -80,10 +81,16 @@ class RegBenchConfig(Bounds):
         data_seed: what they are drawn from; the seed of a run is another.
     """
 
+    kind: ClassVar[str] = "regbench"
+
     examples: int = 1000
     validation: int = 500
     test: int = 1000
     data_seed: int = 0
+
+    @property
+    def sequence_length(self) -> int:
+        return round(mean(self.strings) * (mean(self.string_length) + 1))
 
 
 # ---- automata ------------------------------------------------------------------------------------

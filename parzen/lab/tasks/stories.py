@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from parzen.lab.data.text import MOST_TEXT, Generated, Say, Split, Text, open_text, silent
@@ -27,6 +26,9 @@ from parzen.lab.data.tokens import read_tokenizer, token_stream, trained_tokeniz
 from parzen.lab.errors import UserError
 from parzen.lab.tasks.ngrams import Bigram
 from parzen.lab.tasks.task import IGNORED, device_of
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Windows: TypeAlias = tuple[Tensor, Tensor]
 
@@ -42,11 +44,17 @@ class StoriesConfig:
         context: tokens in a crop or window.
     """
 
+    kind: ClassVar[str] = "stories"
+
     train: str = ""
     valid: str = ""
     tokenizer: str = ""
     vocab: int = 2048
     context: int = 256
+
+    @property
+    def sequence_length(self) -> int:
+        return self.context
 
 
 class Batches:
@@ -107,7 +115,7 @@ class Stories:
 
     @property
     def vocab(self) -> int:
-        """How many different tokens there are."""
+        """Execution many different tokens there are."""
         return self.tokenizer.get_vocab_size()
 
     def batches(self, batch: int, context: int, seed: int) -> Batches:
