@@ -15,7 +15,7 @@ from parzen.lab.errors import UserError
 from parzen.lab.tasks.copy import Copy
 from parzen.lab.tasks.mqmtar import ASKS, FIRST, GIVES, MQMTAR, SPACE
 from parzen.lab.tasks.reverse import Reverse
-from parzen.lab.tasks.sequence import exact_match, read_pairs, token_accuracy, write_pairs
+from parzen.lab.tasks.sequence import SequenceTask, exact_match, read_pairs, token_accuracy, write_pairs
 from parzen.lab.tasks.sort import Sort
 from parzen.lab.tasks.task import IGNORED
 
