@@ -90,7 +90,7 @@ def test_a_timed_step_leaves_nothing_behind():
     cost = timed(config, task, sweep.LOCAL)
     assert 0 < cost.seconds < 600
     assert cost.memory > 1e7
-    assert not computed
+    assert not cost.computed
 
 
 @pytest.fixture(scope="module")

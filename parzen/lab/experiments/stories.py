@@ -194,6 +194,7 @@ def sets_on(stories: Stories, comparison: Comparison) -> RunSet:
                     "most": comparison.most,
                     "sample": comparison.sample,
                     **stories.hashes,
+                    "baselines": stories.baselines,
                 }
             ),
         },
@@ -349,7 +350,10 @@ HEADERS = ("kernel", "layers", "seed", "validation loss", "keys with weight", "t
 
 
 def show(runs: Sequence[Run]) -> None:
-    baselines: dict[str, float] = next((r.results()["baselines"] for r in runs if r.finished), {})
+    # Before the first run ends they are in the folder of any that was begun.
+    kept = [r.folder / name for name in ("results.json", "text.json") for r in runs]
+    known = (read_json(path) for path in kept if path.exists())
+    baselines: dict[str, float] = next((data["baselines"] for data in known if "baselines" in data), {})
     rows = [(name, "—", "—", f"{loss:.3f}", "—", "—", "—") for name, loss in baselines.items()]
     for r in runs:
         got: dict[str, Any] = r.results() if r.finished else next(iter(r.metrics()[-1:]), {})
