@@ -138,17 +138,17 @@ def sweep(
             if folder in runs:
                 continue
             run = runs[folder] = Run.create(part.root, config) if first else Run(folder, config)
-            if not run.finished:
-                todo.append((run, part))
+            if run.finished:
+                continue
+            todo.append((run, part))
+            for name, data in part.files.items():
+                if first:
+                    write_whole(run.folder / name, data)
     places = ", ".join(dict.fromkeys(str(part.root) for part in sets))
     failed: list[str] = []
     status = 0
     try:
         print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done; in {places}", flush=True)
-        for run, part in todo:
-            for name, data in part.files.items():
-                if first:
-                    write_whole(run.folder / name, data)
         for run, error in carry_out(todo, execution):
             if error is not None:
                 failed.append(f"failed: {run.config.label}: {error}")
