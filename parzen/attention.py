@@ -66,7 +66,9 @@ def attention(
             ≤ 0 gives weights without meaning.
         enable_gqa: allow H to be a multiple of Hk; query head h reads key head h // (H/Hk).
         kernel: a name such as ``"epanechnikov"`` or ``"relumax?margin=2"``, or a ``Kernel``. Its tensor
-            parameters (α, margin) hold one value per head (H,), or broadcast to (…, H, T).
+            parameters (α, margin) hold one value per head (H,), or broadcast to (…, H, T). The engines take
+            α in [1, 2]; other kernels go through the reference, but where the values of a tensor α cannot be
+            looked at (compiled, mapped, on a GPU) ask for it by name: an engine makes NaN of them.
         window: (left, right): query at position p sees keys p − left … p + right; −1 is no limit, and
             neither is a number beyond the lengths. Queries are aligned with the last keys (p = i + S − T)
             as in flash-attention, or with the first (p = i) where ``is_causal`` or ``causal_upper_left``
@@ -229,7 +231,10 @@ def attention_weights(
     level = torch.cat([theta for _, theta in results], 2)[..., 0]
     squared = 2 - 2 * level / call.scale
     radius = squared.clamp_min(0).sqrt() if call.kernel.compact else torch.full_like(level, torch.inf)
-    gain = call.form.r if call.form.rule == kernels.UNIT_MASS else 1 / call.kernel.gain
+    r = call.form.r
+    if call.form.rule == kernels.UNIT_MASS and isinstance(r, Tensor):
+        radius = torch.where(r < 0, torch.inf, radius)
+    gain = r if call.form.rule == kernels.UNIT_MASS else 1 / call.kernel.gain
     return AttentionWeights(
         torch.cat([w.to_sparse() for w in dense] if sparse else dense, -2),
         restore(level / gain, lead),

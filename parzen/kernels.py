@@ -102,7 +102,8 @@ def check(name: str, value: object, low: float, high: float, domain: str, tensor
 # The range of float32, which margins and scales must fit; and a length or count that is no limit, but still
 # fits 64 bits when positions are added.
 LEAST, LARGEST, UNLIMITED = 2.0**-126, 2.0**128 - 2.0**104, 2**40
-ALPHAS = "in [1, 2] (1 is softmax, 2 sparsemax)"
+ABOVE_ONE = 1 + 2.0**-52
+ALPHAS = "> 0 (1 is softmax, 2 sparsemax)"
 
 
 # ---- profiles ------------------------------------------------------------------------------------
@@ -117,24 +118,27 @@ class Exp(_ByValue):
 class Power(_ByValue):
     """φ(t) = [t]₊ʳ: r = 0, 1, 2, 3 are uniform, Epanechnikov, biweight, triweight.
 
-    ``r``: a number ≥ 0, or (under unit mass only) a tensor with one exponent per head.
+    ``r``: a number ≥ 0; or (under unit mass only) one < −1, Student's t with weight everywhere, or a tensor
+    with one exponent ≥ 1 per head.
     """
 
     r: Number
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("r", self.r, 0, 2.0**60, "a number ≥ 0 and ≤ 2⁶⁰")
+        heavy = isinstance(self.r, int | float) and self.r < -1
+        low = -(2.0**60) if heavy else 0
+        check("r", self.r, low, 2.0**60, "a number ≥ 0 and ≤ 2⁶⁰, or < −1 under UnitMass")
 
 
 @dataclass(frozen=True, eq=False)
 class AlphaPower(_ByValue):
-    """φ(t) = [t]₊ʳ, r = 1/(α−1), for a tensor α in [1, 2] that is read at each use: it may be learned."""
+    """φ(t) = [t]₊ʳ, r = 1/(α−1), for a tensor α > 0 that is read at each use: it may be learned."""
 
     alpha: Tensor
 
     def __post_init__(self) -> None:
-        check("alpha", self.alpha, 1, 2, ALPHAS)
+        check("alpha", self.alpha, LEAST, LARGEST, ALPHAS)
 
     @property
     def r(self) -> Tensor:
@@ -155,6 +159,11 @@ class Everywhere(_ByValue):
 @dataclass(frozen=True, eq=False)
 class UnitMass(_ByValue):
     """τ solves Σ_j φ(s_j/r − τ) = 1: the entmax family, α = 1 + 1/r."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnitNorm(_ByValue):
+    """τ solves Σ_j [s_j − τ]₊^{r+1} = 1: normmax, α = 1 + 1/r, whose weights have the largest p·s − ‖p‖_α."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +213,7 @@ class Nearest(_ByValue):
 
 
 Profile: TypeAlias = "Exp | Power | AlphaPower"
-Rule: TypeAlias = "Everywhere | UnitMass | WithinRadius | WithinMargin | Nearest"
+Rule: TypeAlias = "Everywhere | UnitMass | UnitNorm | WithinRadius | WithinMargin | Nearest"
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +224,8 @@ class Kernel(_ByValue):
     rule            profiles
     ==============  =====================================
     Everywhere      Exp
-    UnitMass        Power(r), r ≥ 1; AlphaPower(α)
+    UnitMass        Power(r), r > 0 or < −1; AlphaPower(α)
+    UnitNorm        Power(r), r > 0; AlphaPower(α), α > 1
     WithinRadius    Exp, Power(r)
     WithinMargin    Exp, Power(r)
     Nearest         Exp, Power(0)
@@ -232,27 +242,35 @@ class Kernel(_ByValue):
         profile, rule = self.profile, self.rule
         if not isinstance(profile, Exp | Power | AlphaPower):
             raise TypeError(f"profile must be Exp() or Power(r), got {profile!r}")
-        if not isinstance(rule, Everywhere | UnitMass | WithinRadius | WithinMargin | Nearest):
+        if not isinstance(rule, Everywhere | UnitMass | UnitNorm | WithinRadius | WithinMargin | Nearest):
             raise TypeError(f"rule must be a support rule of parzen.kernels, got {rule!r}")
         r = profile.r if isinstance(profile, Power) else None
         learned = isinstance(profile, AlphaPower) or isinstance(r, Tensor)
-        if learned and not isinstance(rule, UnitMass):
+        if learned and not (isinstance(rule, UnitMass) or (r is None and isinstance(rule, UnitNorm))):
             raise ValueError("a tensor r needs the UnitMass rule; elsewhere give a number")
+        if r is not None and not isinstance(rule, UnitMass):
+            check("r", r, 0, 2.0**60, "a number ≥ 0 and ≤ 2⁶⁰: below −1 it needs the UnitMass rule")
         if isinstance(rule, Everywhere) and r is not None:
             raise ValueError("Everywhere goes with Exp only: a power has no finite value far away")
-        if isinstance(rule, UnitMass):
+        if isinstance(rule, UnitMass | UnitNorm):
+            name = type(rule).__name__
             if isinstance(profile, Exp):
-                raise ValueError("UnitMass goes with Power(r), r ≥ 1; Exp needs no unit mass")
-            # Below 1 the gradient is unbounded and the threshold equation loses convexity.
-            if r is not None:
-                check("r", r, 1, 2.0**60, "≥ 1 under UnitMass (α = 1 + 1/r ≤ 2)")
+                raise ValueError(f"{name} goes with Power(r); Exp needs no unit mass")
+            if isinstance(profile, AlphaPower):
+                if isinstance(rule, UnitNorm):
+                    check("alpha", profile.alpha, ABOVE_ONE, LARGEST, "> 1 for normmax")
+            elif isinstance(r, Tensor):
+                check("r", r, 1, 2.0**60, "≥ 1 where it is a tensor; give alpha instead")
+            elif r == 0:
+                raise ValueError(f"{name} goes with Power(r), r > 0, got Power(0)")
         if isinstance(rule, Nearest) and r not in (None, 0):
             raise ValueError(f"Nearest goes with Exp or Power(0), got Power({r!r})")
 
     @property
     def compact(self) -> bool:
         """Whether far keys get a weight of exactly 0."""
-        return not isinstance(self.rule, Everywhere)
+        r = self.profile.r if isinstance(self.profile, Power) else 1.0
+        return not isinstance(self.rule, Everywhere) and (isinstance(r, Tensor) or r >= 0)
 
     @property
     def gain(self) -> Number:
@@ -322,28 +340,35 @@ KERNELS: dict[str, Row] = {
 
 
 def exponent(alpha: Number) -> Number:
-    """r = 1/(α−1) of α-entmax; for a tensor, in float32 at least, NaN outside [1, 2] and finite at α = 1.
+    """r = 1/(α−1) of α-entmax; for a tensor, in float32 at least, NaN for α ≤ 0 and finite at α = 1.
 
-    At α = 1 a tensor entry becomes the closest α above 1 that the dtype tells apart, so it keeps its
-    gradient; the weights there are softmax to rounding.
+    Near α = 1 a tensor entry becomes the closest α above or below 1 that the dtype tells apart, so it keeps
+    its gradient; the weights there are softmax to rounding.
     """
     if not isinstance(alpha, Tensor):
         return 1 / (alpha - 1)
     alpha = alpha if alpha.dtype == torch.float64 else alpha.float()
     excess = alpha - 1
     tiny = torch.finfo(alpha.dtype).eps / 2
-    excess = torch.where(excess < tiny, excess + tiny, excess)
-    return torch.where((alpha >= 1) & (alpha <= 2), 1 / excess, torch.nan)
+    excess = torch.where(excess.abs() < tiny, excess + tiny, excess)
+    return torch.where(alpha > 0, 1 / excess, torch.nan)
 
 
 def _entmax(alpha: Number) -> Kernel:
     if isinstance(alpha, Tensor):
         return Kernel(AlphaPower(alpha), UnitMass())
-    check("alpha", alpha, 1, 2, ALPHAS)
+    check("alpha", alpha, LEAST, LARGEST, ALPHAS)
     # Beyond float64 resolution α-entmax is softmax; the exponent would overflow.
-    if alpha - 1 < 2**-52:
+    if abs(alpha - 1) < 2**-52:
         return Kernel(Exp(), Everywhere())
     return Kernel(Power(exponent(alpha)), UnitMass())
+
+
+def _normmax(alpha: Number = 2.0) -> Kernel:
+    if isinstance(alpha, Tensor):
+        return Kernel(AlphaPower(alpha), UnitNorm())
+    check("alpha", alpha, ABOVE_ONE, LARGEST, "> 1 for normmax")
+    return Kernel(Power(exponent(alpha)), UnitNorm())
 
 
 # Free combinations, spelled "power?r=2&margin=1" or "exp?k=8": a profile, and the rule that the
@@ -389,13 +414,13 @@ def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
 
     ``kernel("relumax", margin=2.0)`` and ``kernel("relumax?margin=2")`` are the same; the text form is
     the one spelling used by Python, the command line and configs. Names and aliases are the rows of
-    ``KERNELS``; ``power`` (with ``r``) and ``exp`` combine freely with one of ``radius``, ``margin``,
-    ``k``: ``kernel("power?r=2&margin=1")``.
+    ``KERNELS``; ``normmax`` takes ``alpha``; ``power`` (with ``r``) and ``exp`` combine freely with one of
+    ``radius``, ``margin``, ``k``: ``kernel("power?r=2&margin=1")``.
 
     Args:
         name: a name, an alias, ``name?parameter=value&…``, or a ``Kernel`` (returned as it is).
-        **parameters: ``alpha`` in [1, 2] (entmax), ``margin`` > 0 (relumax), ``radius`` > 0 or "h"
-            (normrelu, uniform, gaussian_truncated), ``k`` ≥ 1 (knn_*). alpha and margin may be tensors: a
+        **parameters: ``alpha`` > 0 (entmax) or > 1 (normmax), ``margin`` > 0 (relumax), ``radius`` > 0 or
+            "h" (normrelu, uniform, gaussian_truncated), ``k`` ≥ 1 (knn_*). alpha and margin may be tensors: a
             one-dimensional tensor holds one value per head. The kernel keeps the tensor itself and reads it
             at each use, so that it may be a parameter under training.
 
@@ -416,10 +441,14 @@ def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
     given = spelled | {name: plain(value) for name, value in parameters.items()}
     if base in ("power", "exp"):
         return _free(base, given)
+    if base == "normmax":
+        if not given.keys() <= {"alpha"}:
+            raise ValueError(f"kernel 'normmax' takes alpha, got {', '.join(map(repr, given))}")
+        return _normmax(**given)
     row = KERNELS.get(base) or next((r for r in KERNELS.values() if base in r.aliases), None)
     if row is None:
         known = ", ".join(n for key, r in KERNELS.items() for n in (key, *r.aliases))
-        raise ValueError(f"unknown kernel {base!r}; known: {known}, power, exp")
+        raise ValueError(f"unknown kernel {base!r}; known: {known}, normmax, power, exp")
     for key in given:
         if key not in row.parameters:
             takes = f"takes {', '.join(row.parameters)}" if row.parameters else "takes no parameter"
@@ -461,6 +490,9 @@ def spell(k: Kernel) -> str:
         if row.kernel == k:
             return name
     profile, rule = k.profile, k.rule
+    if isinstance(rule, UnitNorm) and not isinstance(profile, Exp):
+        alpha = profile.alpha if isinstance(profile, AlphaPower) else 1 + 1 / profile.r
+        return f"normmax?alpha={_digits(alpha)}"
     if isinstance(rule, UnitMass) and not isinstance(profile, Exp):
         r = profile.r
         if not isinstance(r, Tensor) and kernel("entmax", alpha=1 + 1 / r) == k:
@@ -478,7 +510,7 @@ def spell(k: Kernel) -> str:
 # ---- what backends receive -----------------------------------------------------------------------
 
 EXP, POWER = 0, 1
-EVERYWHERE, UNIT_MASS, THRESHOLD, MARGIN, NEAREST = range(5)
+EVERYWHERE, UNIT_MASS, THRESHOLD, MARGIN, NEAREST, UNIT_NORM = range(6)
 
 
 @dataclass(frozen=True)
@@ -496,6 +528,7 @@ class Form:
     THRESHOLD   ``level``                                    s ≥ θ (s > θ if r > 0)
     MARGIN      max s − ``level``                            s ≥ θ (s > θ if r > 0)
     NEAREST     k-th largest s (−∞ if fewer)                 s ≥ θ
+    UNIT_NORM   Σ [s−θ]₊^{r+1} = 1                           s > θ
     ==========  ===========================================  ========================
 
     ``r`` and ``level`` are floats or tensors broadcastable to (B, H, T); tensors carry gradients.
@@ -512,6 +545,18 @@ class Form:
         """Whether a key exactly at the threshold belongs to the support."""
         return self.profile == EXP or (not isinstance(self.r, Tensor) and self.r == 0)
 
+    @property
+    def beyond(self) -> str | None:
+        """Why the engines do not serve it, although the reference does; None where they may."""
+        if self.rule == UNIT_NORM:
+            return "normmax goes through the reference"
+        if self.rule == UNIT_MASS:
+            r = self.r
+            low = float(r.detach().min()) if isinstance(r, Tensor) and readable(r) and r.numel() else r
+            if not isinstance(low, Tensor) and low < 1:
+                return "α outside [1, 2] goes through the reference"
+        return None
+
 
 def _wide(x: Number) -> Number:
     """A float in place of an int, which torch holds to 64 bits."""
@@ -523,8 +568,8 @@ def lower(k: Kernel, scale: Number) -> Form:
     profile, rule = k.profile, k.rule
     code = EXP if isinstance(profile, Exp) else POWER
     r = 1.0 if isinstance(profile, Exp) else _wide(profile.r)
-    if isinstance(rule, UnitMass):
-        return Form(code, UNIT_MASS, r)
+    if isinstance(rule, UnitMass | UnitNorm):
+        return Form(code, UNIT_MASS if isinstance(rule, UnitMass) else UNIT_NORM, r)
     if isinstance(rule, WithinRadius):
         # cos ≥ 1 − δ²/2 times the scale; at δ = h, scale·δ² is 1.
         level = scale - 0.5 if rule.radius is None else scale * (1 - rule.radius**2 / 2)

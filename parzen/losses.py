@@ -2,8 +2,8 @@
 
     p = weights(z)      L(z; y) = Σ_j p_j z_j + H(p) − z_y      H(p) = Σ_j (p_j − p_jᵅ) / (α(α − 1))
 
-α = 1 + 1/r; at α = 1 H is Shannon's entropy, p softmax and L cross-entropy. L ≥ 0, and 0 exactly where p_y is
-1: a compact kernel is satisfied with a finite margin.
+α = 1 + 1/r; at α = 1 H is Shannon's entropy, p softmax and L cross-entropy. For normmax H(p) = 1 − ‖p‖_α.
+L ≥ 0, and 0 exactly where p_y is 1: a compact kernel is satisfied with a finite margin.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from parzen.backends import output
 from parzen.backends.output import best_sums
 from parzen.backends.reference import compute_dtype
 from parzen.call import autocasts, check_tensor, check_together, fits, forbid
-from parzen.kernels import Kernel, Number, lower, plain, readable
+from parzen.kernels import Kernel, Number, UnitNorm, lower, plain, readable
 
 REDUCTIONS = ("mean", "sum", "none")
 
 
 def excess(chosen: Kernel) -> Number:
-    """α − 1 = 1/r of the entropy whose maximiser the kernel's weights are; a tensor where α is one.
+    """α − 1 = 1/r of the entropy that goes with the kernel's weights; a tensor where α is one.
 
     Raises:
         ValueError: the kernel's weights are not the maximiser of a score with an entropy.
@@ -34,10 +34,10 @@ def excess(chosen: Kernel) -> Number:
     form = lower(chosen, 1.0)
     if form.rule == kernels.EVERYWHERE:
         return 0.0
-    if form.rule != kernels.UNIT_MASS:
+    if form.rule not in (kernels.UNIT_MASS, kernels.UNIT_NORM):
         raise ValueError(
             f"{chosen} has no such loss: its weights do not maximise a score plus an entropy. Take gaussian, "
-            "epanechnikov, biweight, triweight or entmax?alpha=…"
+            "epanechnikov, biweight, triweight, entmax?alpha=… or normmax?alpha=…"
         )
     return 1 / form.r
 
@@ -47,7 +47,7 @@ _NEAR = 0.1
 
 
 def _remainder(others: Tensor, a: Number) -> Tensor:
-    """(1 − (1 − P)ᵃ)/a − P for 0 ≤ P ≤ 0.1, whose terms cancel: Σ_k Π_{i<k}(i − a)/k! · Pᵏ, k ≥ 2."""
+    """(1 − (1 − P)ᵃ)/a − P for P·max(1, a) ≤ 0.1, where it cancels: Σ_k Π_{i<k}(i − a)/k! · Pᵏ, k ≥ 2."""
     terms = 17 if others.dtype == torch.float64 else 9
     # By Horner: the k-th term is the one before it times P·(k − 1 − a)/k.
     total = torch.zeros_like(others)
@@ -56,37 +56,52 @@ def _remainder(others: Tensor, a: Number) -> Tensor:
     return (1 + total) * others * others * ((1 - a) / 2)
 
 
-def best_loss(p: Tensor, at: Tensor, a: Number) -> Tensor:
+def best_loss(p: Tensor, at: Tensor, a: Number, norm: bool) -> Tensor:
     """L(z; m) of the best class m (its number is ``at``) from the weights alone, along the last axis.
 
     With P = Σ_{j≠m} p_j and d = (1 − p_mᵃ)/a, where no term is negative for a ≤ 1 and nothing cancels:
 
         (1 + a)·L = Σ_{j≠m} p_j^{1+a} + a·P·d + (d − P)
 
-    The loss of any other class is L(z; y) = L(z; m) + (z_m − z_y).
+    For normmax (``norm``) it is 1 − (s_m − τ), where (s_m − τ)^{(1+a)/a} is the share of p_m^{1+a} in
+    Σ p^{1+a}. The loss of any other class is L(z; y) = L(z; m) + (z_m − z_y).
     """
-    return _from_sums(*best_sums(p, at, a), a)
+    return _from_sums(*best_sums(p, at, a, norm), a, norm)
 
 
-def _from_sums(largest: Tensor, others: Tensor, powers: Tensor, a: Number) -> Tensor:
+def _from_sums(largest: Tensor, others: Tensor, powers: Tensor, a: Number, norm: bool) -> Tensor:
+    if norm:
+        return -torch.expm1(-torch.log1p(powers) * (a / (1 + a)))
+    # Of the largest weight only where the others are not small: near 1 its logarithm has few digits.
+    logs = torch.where(others < 0.5, torch.log1p(-others), torch.log(largest))
     if isinstance(a, Tensor):
-        logs = torch.log(largest)
         far = torch.where(a == 0, -logs, -torch.expm1(a * logs) / torch.where(a == 0, 1, a))
+        near = others * a.clamp_min(1) <= _NEAR
     else:
-        far = -torch.expm1(a * torch.log(largest)) / a if a else -torch.log(largest)
-    near = others <= _NEAR
+        far = -torch.expm1(a * logs) / a if a else -logs
+        near = others * max(1, a) <= _NEAR
     beyond = torch.where(near, _remainder(torch.where(near, others, 0), a), far - others)
     distance = others + beyond
-    return (powers + a * others * distance + beyond) / (1 + a)
+    return ((powers + a * others * distance + beyond) / (1 + a)).clamp_min(0)
 
 
-def _entropy_slope(p: Tensor, a: Number) -> Tensor:
+def _entropy_slope(p: Tensor, a: Number, norm: bool) -> Tensor:
     """dH/dα at fixed p: −Σ p ℓ (ℓ·F(aℓ)/(1+a) + E(aℓ)/(1+a)²) with ℓ = −log p, along the last axis.
 
-    E(x) = (1 − e⁻ˣ)/x and F = −E', by their series where the terms cancel.
+    E(x) = (1 − e⁻ˣ)/x and F = −E', by their series where the terms cancel. For normmax, with S = Σ pᵅ:
+    ‖p‖_α·(log S/α + Σ pᵅ ℓ/S)/α.
     """
     ell = -torch.log(torch.where(p > 0, p, 1))
     x = a * ell
+    if norm:
+        # Relative to the best class, whose power may underflow.
+        best = p.amax(-1, keepdim=True)
+        behind = torch.where(p > 0, ell + torch.log(best), 0)
+        power = torch.where(p > 0, torch.exp(-(1 + a) * behind), 0)
+        total = power.sum(-1, keepdim=True)
+        mean = (power * behind).sum(-1, keepdim=True) / total
+        root = torch.log(total) / (1 + a)
+        return best * torch.exp(root) * (root + mean) / (1 + a)
     near = x.abs() < 0.5
     small, large = torch.where(near, x, 0), torch.where(near, 1, x)
     e_series, f_series = torch.zeros_like(x), torch.zeros_like(x)
@@ -110,13 +125,13 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        z: Tensor, p: Tensor, a: Number, at: Tensor, mass: Tensor, gap: Tensor, linear: Tensor
+        z: Tensor, p: Tensor, a: Number, at: Tensor, mass: Tensor, gap: Tensor, linear: Tensor, norm: bool
     ) -> Tensor:
-        return mass * best_loss(p, at, a) + gap
+        return mass * best_loss(p, at, a, norm) + gap
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        z, p, a, at, mass, _, _ = inputs
+        z, p, a, at, mass, _, _, ctx.norm = inputs
         ctx.a = None if isinstance(a, Tensor) else a
         ctx.save_for_backward(z, p, a if isinstance(a, Tensor) else None, at, mass)
 
@@ -126,13 +141,13 @@ class _Loss(torch.autograd.Function):
         a = ctx.a if a is None else a
         da = dmass = None
         if ctx.needs_input_grad[2]:
-            da = (g * mass * _entropy_slope(p, a)).sum_to_size(a.shape)
+            da = (g * mass * _entropy_slope(p, a, ctx.norm)).sum_to_size(a.shape)
         if ctx.needs_input_grad[4]:
             # Σ p z + H(p) = L(z; m) + z_m, whose gradient is p.
             zero = torch.zeros_like(mass)
-            least = _Loss.apply(z, p, a, at, torch.ones_like(mass), zero, zero)
+            least = _Loss.apply(z, p, a, at, torch.ones_like(mass), zero, zero, ctx.norm)
             dmass = g * (least + z.detach().gather(-1, at))
-        return g * mass * p, None, da, None, dmass, None, -g
+        return g * mass * p, None, da, None, dmass, None, -g, None
 
 
 def _check_options(reduction: str, label_smoothing: float, ignore_index: int) -> tuple[float, int]:
@@ -180,9 +195,9 @@ def fenchel_young(
         scores: (C), (N, C) or (N, C, d₁, …), floating. −∞ is a class that is not possible.
         target: class numbers, () or (N) or (N, d₁, …); or class probabilities q of the shape of ``scores``:
             the loss is then Σ_c q_c L(z; c) = L(z; q) + H_α(q), as cross-entropy is, with the gradient p − q.
-        kernel: a name or a ``Kernel`` with unit mass (epanechnikov, biweight, triweight, entmax), or the
-            Gaussian. α as a tensor, with a gradient: one number for each slice along the classes, of size 1
-            there, or a single number.
+        kernel: a name or a ``Kernel`` with unit mass (epanechnikov, biweight, triweight, entmax), normmax, or
+            the Gaussian. α as a tensor, with a gradient: one number for each slice along the classes, of
+            size 1 there, or a single number.
         weight: (C), a factor for each class.
         ignore_index: a class number that counts for nothing; with class numbers only.
         reduction: "mean" (over the weights of the classes that count, with class numbers), "sum" or "none".
@@ -274,7 +289,7 @@ def fenchel_young(
         gap, linear = spread(q)
         gap = gap.detach()
         total = mass.numel()
-    loss = _Loss.apply(z, p, a, at, mass, gap, linear)
+    loss = _Loss.apply(z, p, a, at, mass, gap, linear, isinstance(chosen.rule, UnitNorm))
     if numbers:
         loss = torch.where(counted, loss, 0)
     return _reduce(loss.squeeze(-1), total, reduction, out)
@@ -402,7 +417,8 @@ def linear_fenchel_young(
             mass = mass + share.sum()
             gap, linear = gap + (share.sum() * top - mean.detach()).clamp_min(0), linear + mean
         mass, gap, linear = (torch.where(valid[:, None], x, 0) for x in (mass, gap, linear))
-        loss = _Given.apply(mass * _from_sums(sums[0], sums[1], sums[2], a) + gap, carrier, mass, linear)
+        least = _from_sums(sums[0], sums[1], sums[2], a, isinstance(chosen.rule, UnitNorm))
+        loss = _Given.apply(mass * least + gap, carrier, mass, linear)
         loss = torch.where(valid[:, None], loss, 0)
     return _reduce(loss.view(target.shape), factor.sum(), reduction, out)
 

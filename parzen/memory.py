@@ -22,7 +22,7 @@ from torch import Tensor
 from parzen.backends import choose, recall, reference
 from parzen.backends.recall import CHUNK, Codes
 from parzen.call import Call, check_flags, check_scale, check_tensor, check_window, make, restore
-from parzen.kernels import Exp, Kernel, Number, Power, UnitMass, WithinMargin, plain
+from parzen.kernels import AlphaPower, Kernel, Number, Power, WithinMargin, plain
 from parzen.kernels import kernel as _spelled
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -61,9 +61,9 @@ class KeyValueMemory:
 
     Cost: a compact kernel reads the 8-bit codes of all keys (an eighth of what float32 keys and values
     take), then the keys whose bounds leave it open whether they count, and the values of the support.
-    "gaussian" reads everything. Storing a pair takes constant time, and one more copy of nothing: pairs
-    live in chunks of 1024, each coded when it is full. With E = Ev = 64 codes add 14 % to float32 and
-    28 % to half-precision pairs.
+    "gaussian" reads everything; α outside [1, 2] and normmax do so by the dense reference. Storing a pair
+    takes constant time, and one more copy of nothing: pairs live in chunks of 1024, each coded when it is
+    full. With E = Ev = 64 codes add 14 % to float32 and 28 % to half-precision pairs.
 
     For inference: nothing here has a gradient.
 
@@ -301,7 +301,7 @@ class KeyValueMemory:
         call, lead, _ = self._prepare(query, attn_mask, is_causal, window, scale)
         counts = tuple(torch.zeros(call.q.shape[:3], dtype=torch.int64) for _ in range(2))
         if self._length:
-            reason = recall.why_not(self._chunks[0].keys)
+            reason = recall.why_not(self._chunks[0].keys, call.form)
             if reason is not None:
                 raise ValueError(reason)
             recall.run(call, self._table, self.dtype, counts)  # type: ignore[arg-type]
@@ -311,7 +311,7 @@ class KeyValueMemory:
         if not self._length:
             return call.q.new_zeros((*call.q.shape[:3], self.value_dim))
         few = call.q.shape[2] * (call.q.shape[1] // self.heads) <= _FEW
-        if few and self._length < 2**31 and recall.why_not(self._chunks[0].keys) is None:
+        if few and self._length < 2**31 and recall.why_not(self._chunks[0].keys, call.form) is None:
             return recall.run(call, self._table, self.dtype)
         k, v = (_four(x).to(call.q.dtype) for x in (self.keys, self.values))
         call = replace(call, k=k, v=v)
@@ -506,14 +506,14 @@ def _no_gradient(name: str, x: Tensor) -> None:
 def _plain(k: Kernel) -> tuple[Kernel, dict[str, Tensor]]:
     if isinstance(k.rule, WithinMargin) and isinstance(k.rule.margin, Tensor):
         return Kernel(k.profile, WithinMargin()), {"margin": k.rule.margin.detach()}
-    if k.learned is not None and not isinstance(k.profile, Exp):
-        r = k.profile.r
-        assert isinstance(r, Tensor)
-        return Kernel(Power(2), UnitMass()), {"r": r.detach()}
+    if k.learned is not None:
+        return Kernel(Power(2), k.rule), {k.learned[0]: k.learned[1].detach()}
     return k, {}
 
 
 def _restored(k: Kernel, tensors: dict[str, Tensor]) -> Kernel:
+    if "alpha" in tensors:
+        return Kernel(AlphaPower(tensors.pop("alpha")), k.rule)
     if "r" in tensors:
         return Kernel(Power(tensors.pop("r")), k.rule)
     if "margin" in tensors:

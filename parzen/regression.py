@@ -27,7 +27,7 @@ from torch.nn.functional import embedding_bag
 
 from parzen import kernels
 from parzen.attention import attention, attention_weights, weights
-from parzen.kernels import Kernel, Nearest, Power, UnitMass, WithinRadius
+from parzen.kernels import Kernel, Nearest, Power, UnitMass, UnitNorm, WithinRadius
 
 try:
     from scipy.optimize import minimize
@@ -89,8 +89,9 @@ def law(kernel: Kernel, features: int, smoothness: float = 2.0) -> float:
     Under unit mass a neighbourhood of radius H holds n·γʳ·H^{2r+d} ∝ 1, and the error is least at
     H ∝ n^{−1/(2β+d)}.
     """
-    if isinstance(kernel.rule, UnitMass) and isinstance(kernel.profile, Power):
-        r = float(kernel.profile.r)
+    if isinstance(kernel.rule, UnitMass | UnitNorm) and isinstance(kernel.profile, Power):
+        # What sums to 1 under a unit norm is the power r + 1.
+        r = float(kernel.profile.r) + isinstance(kernel.rule, UnitNorm)
         return (2 * r - 2 * smoothness) / (r * (2 * smoothness + features))
     return 2 / (2 * smoothness + features)
 

@@ -17,7 +17,17 @@ from torch import Tensor
 from parzen import kernels
 from parzen.attention import attention, explain
 from parzen.backends import BACKENDS
-from parzen.kernels import Everywhere, Exp, Kernel, Nearest, Number, UnitMass, WithinMargin, WithinRadius
+from parzen.kernels import (
+    Everywhere,
+    Exp,
+    Kernel,
+    Nearest,
+    Number,
+    UnitMass,
+    UnitNorm,
+    WithinMargin,
+    WithinRadius,
+)
 
 Attention = Callable[..., Tensor]
 
@@ -26,14 +36,19 @@ Attention = Callable[..., Tensor]
 
 
 def bisect_mass(x: Tensor, r: Number) -> Tensor:
-    """τ with Σ [x − τ]₊ʳ = 1 along the last axis, by bisection; −∞ entries stay outside."""
-    high = x.amax(-1, keepdim=True)
-    low = high - 1
+    """τ with Σ [x − τ]₊ʳ = 1 along the last axis, by bisection; infinite entries stay outside.
+
+    The entry of the most weight, the last one to leave if r < 0, is between 1 and n^{−1/r} above τ.
+    """
+    falls = torch.as_tensor(r, dtype=x.dtype) < 0
+    best = torch.where(falls, x.amin(-1, keepdim=True), x.amax(-1, keepdim=True))
+    heavy = torch.ones_like(best)
+    light = torch.as_tensor(float(max(1, x.shape[-1])), dtype=x.dtype) ** (-1 / r) * heavy
     for _ in range(80):
-        middle = (low + high) / 2
-        above = ((x - middle).clamp_min(0) ** r).sum(-1, keepdim=True) >= 1
-        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
-    return (low + high) / 2
+        middle = (heavy + light) / 2
+        above = ((middle + (x - best)).clamp_min(0) ** r).sum(-1, keepdim=True) >= 1
+        heavy, light = torch.where(above, middle, heavy), torch.where(above, light, middle)
+    return best - (heavy + light) / 2
 
 
 def witness_weights(s: Tensor, kernel: Kernel, scale: Number = 1.0) -> Tensor:
@@ -48,16 +63,17 @@ def witness_weights(s: Tensor, kernel: Kernel, scale: Number = 1.0) -> Tensor:
     # A row with nothing allowed is solved as if it were all zeros, and erased at the end.
     s = torch.where(rows, s, 0)
     best = s.amax(-1, keepdim=True)
-    if isinstance(rule, UnitMass):
-        x = s / r
+    if isinstance(rule, UnitMass | UnitNorm):
+        # x and the power of it that sums to 1.
+        x, power = (s / r, r) if isinstance(rule, UnitMass) else (s, r + 1)
         with torch.no_grad():
-            tau = bisect_mass(x, r)
-            inside = x > tau
+            tau = bisect_mass(x, power)
+            inside = (x > tau) & allowed
         # Newton steps at the solution: they leave τ in place and give it its derivative.
         for _ in range(2):
             y = torch.where(inside, x - tau, 1)
-            mass = torch.where(inside, y**r, 0).sum(-1, keepdim=True)
-            slope = torch.where(inside, r * y ** (r - 1), 0).sum(-1, keepdim=True)
+            mass = torch.where(inside, y**power, 0).sum(-1, keepdim=True)
+            slope = torch.where(inside, power * y ** (power - 1), 0).sum(-1, keepdim=True)
             tau = tau + (mass - 1) / slope
         value = torch.where(inside, torch.where(inside, x - tau, 1) ** r, 0)
     else:
@@ -235,7 +251,7 @@ def check_kernel(
     if tolerance is None and dtype not in TOLERANCE:
         known = ", ".join(map(str, TOLERANCE))
         raise ValueError(f"dtype must be one of {known}, or pass a tolerance; got {dtype}")
-    jumps = not isinstance(chosen.rule, UnitMass | Everywhere) and (
+    jumps = not isinstance(chosen.rule, UnitMass | UnitNorm | Everywhere) and (
         isinstance(chosen.profile, Exp) or bool(chosen.profile.r < 1)
     )
     allowed = TOLERANCE[dtype] if tolerance is None else tolerance

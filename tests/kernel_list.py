@@ -15,6 +15,8 @@ COMBINATIONS = [
     "knn_gaussian?k=3",
     "knn_uniform?k=3",
 ]
+# What the reference alone serves.
+BEYOND = ["entmax?alpha=0.3", "entmax?alpha=0.9", "entmax?alpha=2.5", "normmax", "normmax?alpha=1.2"]
 NAMES = [*parzen.KERNELS, *COMBINATIONS]
 COMPACT = [name for name in NAMES if parzen.kernel(name).compact]
 NEVER_EMPTY = [n for n in NAMES if not isinstance(parzen.kernel(n).rule, parzen.kernels.WithinRadius)]

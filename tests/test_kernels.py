@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from kernel_list import NAMES
+from kernel_list import BEYOND, NAMES
 
 import parzen
 from parzen.kernels import (
@@ -16,13 +16,14 @@ from parzen.kernels import (
     Nearest,
     Power,
     UnitMass,
+    UnitNorm,
     WithinMargin,
     WithinRadius,
     kernel,
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *BEYOND])
 def test_spelling_reads_back(name):
     k = kernel(name)
     assert kernel(str(k)) == k
@@ -62,9 +63,12 @@ def test_aliases_are_unique_and_resolve():
         (lambda: kernel("relumax?margin=1&margin=2"), ValueError, "twice"),
         (lambda: kernel("relumax?margin=1", margin=2.0), ValueError, "twice"),
         (lambda: kernel("relumax", margin="1"), TypeError, "number or a tensor"),
-        (lambda: kernel("entmax", alpha=2.5), ValueError, r"in \[1, 2\]"),
-        (lambda: kernel("entmax", alpha=0.9), ValueError, r"in \[1, 2\]"),
-        (lambda: kernel("entmax", alpha=torch.tensor([1.5, 2.1])), ValueError, r"in \[1, 2\]"),
+        (lambda: kernel("entmax", alpha=0), ValueError, "alpha must be > 0"),
+        (lambda: kernel("entmax", alpha=math.inf), ValueError, "alpha must be > 0"),
+        (lambda: kernel("entmax", alpha=torch.tensor([1.5, -2.1])), ValueError, "alpha must be > 0"),
+        (lambda: kernel("normmax", alpha=1), ValueError, "> 1 for normmax"),
+        (lambda: kernel("normmax", alpha=torch.tensor([2, 0.9])), ValueError, "> 1 for normmax"),
+        (lambda: kernel("normmax", margin=1.0), ValueError, "'normmax' takes alpha, got 'margin'"),
         (lambda: kernel("entmax", alpha=torch.tensor([1, 2])), TypeError, "floating-point"),
         (lambda: kernel("relumax", margin=torch.tensor([1.0, -1.0])), ValueError, "> 0"),
         (lambda: kernel("relumax", margin=torch.tensor([1.0, 0.0])), ValueError, "from 0.0 to 1.0"),
@@ -82,7 +86,12 @@ def test_aliases_are_unique_and_resolve():
         (lambda: kernel(3), TypeError, "name or a Kernel"),
         (lambda: kernel(kernel("relumax"), margin=2.0), TypeError, "already has"),
         (lambda: Kernel(Exp(), UnitMass()), ValueError, "UnitMass goes with Power"),
-        (lambda: Kernel(Power(0.5), UnitMass()), ValueError, "≥ 1 under UnitMass"),
+        (lambda: Kernel(Exp(), UnitNorm()), ValueError, "UnitNorm goes with Power"),
+        (lambda: Kernel(Power(0), UnitMass()), ValueError, "r > 0"),
+        (lambda: Kernel(Power(torch.tensor([0.5])), UnitMass()), ValueError, "give alpha instead"),
+        (lambda: Kernel(Power(torch.tensor([2.0])), UnitNorm()), ValueError, "needs the UnitMass"),
+        (lambda: Kernel(Power(-2), WithinMargin()), ValueError, "needs the UnitMass rule"),
+        (lambda: Kernel(Power(-2), UnitNorm()), ValueError, "needs the UnitMass rule"),
         (lambda: Kernel(Power(1), Everywhere()), ValueError, "Exp only"),
         (lambda: Kernel(Power(1), Nearest(3)), ValueError, "Nearest goes with"),
         (lambda: Kernel(Power(torch.tensor([1.0])), WithinMargin()), ValueError, "needs the UnitMass"),

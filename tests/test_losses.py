@@ -142,7 +142,7 @@ def test_the_slope_in_alpha_keeps_its_digits(a):
 
         expected = float(mpmath.diff(entropy, mpmath.mpf(a), h=mpmath.mpf(10) ** -20))
     for dtype, close in ((torch.float64, 1e-13), (torch.float32, 3e-6)):
-        got = parzen.losses._entropy_slope(p.to(dtype), torch.tensor(a, dtype=dtype))
+        got = parzen.losses._entropy_slope(p.to(dtype), torch.tensor(a, dtype=dtype), False)
         assert_close(got.double(), torch.tensor([expected], dtype=torch.float64), atol=0, rtol=close)
 
 

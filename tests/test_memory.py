@@ -463,7 +463,7 @@ def test_codes_bound_what_they_lose(isa: str, kind: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("kernel", SOME)
 def test_without_the_engine(kernel: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(recall, "why_not", lambda keys: "not built")
+    monkeypatch.setattr(recall, "why_not", lambda *_: "not built")
     memory = filled(kernel, 1500)
     agrees(memory, queries(), is_causal=True)
     with pytest.raises(ValueError, match="not built"):

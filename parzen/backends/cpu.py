@@ -313,7 +313,7 @@ def why_not(call: Call) -> str | None:
         return "the CPU engine numbers keys in 32 bits"
     if not _built():
         return "the CPU engine was not built (no C++ compiler when parzen was installed)"
-    return None
+    return call.form.beyond
 
 
 def run(call: Call) -> Tensor:

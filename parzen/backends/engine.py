@@ -20,7 +20,7 @@ from torch import Tensor
 
 from parzen.backends import reference
 from parzen.call import Call, packed
-from parzen.kernels import Form, Number, eager
+from parzen.kernels import UNIT_MASS, Form, Number, eager
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor? slopes, Tensor? scale_at, "
@@ -295,6 +295,13 @@ def three(x: Number) -> Tensor | None:
     return x[(None,) * (3 - x.ndim)]
 
 
+def _served(form: Form) -> Number:
+    """The exponents, NaN where α as a tensor that could not be looked at is outside [1, 2]."""
+    if not isinstance(form.r, Tensor) or form.rule != UNIT_MASS:
+        return form.r
+    return torch.where(form.r >= 1, form.r, torch.nan)
+
+
 def number(x: Number) -> float:
     """A float; 0 for a parameter that comes as a tensor."""
     return 0.0 if isinstance(x, Tensor) else x
@@ -339,7 +346,7 @@ def arguments(
     seed = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu") if call.dropout > 0 else None
     return (
         call.q, call.k, call.v, call.mask, call.bias, call.slopes,
-        three(call.scale), three(form.level), three(form.r), seed, *first,
+        three(call.scale), three(form.level), three(_served(form)), seed, *first,
         name, form.profile, form.rule, form.k, call.diagonal, call.left, call.right,
         number(call.scale), number(form.level), number(form.r), call.dropout, *longest,
     )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parzen.backends import cpu
-from parzen.kernels import EVERYWHERE, EXP, NEAREST, UNIT_MASS, Form, recording
+from parzen.kernels import EVERYWHERE, EXP, NEAREST, UNIT_MASS, UNIT_NORM, Form, recording
 
 # struct WeightMap of csrc/weights.h.
 _ARGS = struct.Struct("=7q4d4q")
@@ -164,13 +164,13 @@ def why_not(s: Tensor, form: Form) -> str | None:
         return "an exported graph must consist of plain operators"
     if isinstance(form.r, Tensor) or isinstance(form.level, Tensor):
         return "a parameter that is a tensor goes through the reference"
-    if form.rule not in (EVERYWHERE, UNIT_MASS, NEAREST) and not form.closed:
+    if form.rule not in (EVERYWHERE, UNIT_MASS, UNIT_NORM, NEAREST) and not form.closed:
         return "powers within a margin or radius go through the reference"
     if s.shape[-1] >= 2**31:
         return "the CPU engine numbers entries in 32 bits"
     if not cpu._built():
         return "the CPU engine was not built (no C++ compiler when parzen was installed)"
-    return None
+    return form.beyond
 
 
 def run(s: Tensor, form: Form, scale: float, least: float) -> Tensor:

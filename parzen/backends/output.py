@@ -18,7 +18,7 @@ from parzen.backends import cpu, maps
 from parzen.backends.engine import arguments, run_forward
 from parzen.backends.reference import compute_dtype, weight_map
 from parzen.call import Call
-from parzen.kernels import POWER, UNIT_MASS, Form, Kernel, Number, Power, UnitMass
+from parzen.kernels import EXP, UNIT_MASS, UNIT_NORM, Form, Kernel, Number, Power, UnitMass
 
 # Scores held at once; rows of one call of the engine, and how many of them are looked at first.
 AT_ONCE, ENGINE_ROWS, PROBE = 2**22, 4096, cpu.TILE
@@ -27,16 +27,21 @@ LIST_ROWS = 5 * cpu.TILE
 LEAST_CLASSES, MOST_SUPPORT = 1024, cpu.PER_ROW * 3 // 4
 
 
-def best_sums(p: Tensor, at: Tensor, a: Number) -> tuple[Tensor, Tensor, Tensor]:
-    """p_m, Σ_{j≠m} p_j and Σ_{j≠m} p_j^{1+a} along the last axis, for the classes m = ``at``."""
-    rest = p.scatter(-1, at, 0)
-    if isinstance(a, Tensor):
+def best_sums(p: Tensor, at: Tensor, a: Number, norm: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """p_m, Σ_{j≠m} p_j and Σ_{j≠m} p_j^{1+a} along the last axis, for the classes m = ``at``.
+
+    With ``norm`` the powers are of p_j/p_m.
+    """
+    rest, best = p.scatter(-1, at, 0), p.gather(-1, at)
+    if norm:
+        powers = (rest / best) ** (1 + a)
+    elif isinstance(a, Tensor):
         powers = rest ** (1 + a)
     else:
         powers = (
             rest * rest if a == 1 else rest * rest.sqrt() if a == 0.5 else rest if a == 0 else rest ** (1 + a)
         )
-    return p.gather(-1, at), rest.sum(-1, keepdim=True), powers.sum(-1, keepdim=True)
+    return best, rest.sum(-1, keepdim=True), powers.sum(-1, keepdim=True)
 
 
 def _weights(z: Tensor, form: Form) -> Tensor:
@@ -65,10 +70,11 @@ class _Rows:
         self.index, self.p = like.new_empty(kept, dtype=torch.int32), like.new_empty(kept)
         self.used = 0
 
-    def put(self, rows: slice, p: Tensor, z: Tensor, a: Number, columns: Tensor | None = None) -> None:
+    def put(self, rows: slice, p: Tensor, z: Tensor, form: Form, columns: Tensor | None = None) -> None:
         """Of scores z and weights p, whose columns are the classes or, in each row, those of ``columns``."""
         top, at = z.max(-1, keepdim=True)
-        for out, x in zip(self.sums, best_sums(p, at, a), strict=True):
+        a = 0.0 if form.profile == EXP else 1 / form.r
+        for out, x in zip(self.sums, best_sums(p, at, a, form.rule == UNIT_NORM), strict=True):
             out[rows] = x
         self.top[rows] = top
         self.at[rows] = at if columns is None else columns.gather(1, at)
@@ -107,7 +113,7 @@ def _by_lists(
         z = torch.where(inside, score[at], -torch.inf)
         p = _weights(z, form)
         rows = slice(first + part.start, first + part.stop)
-        found.put(rows, p, z, 1 / form.r, columns)
+        found.put(rows, p, z, form, columns)
         total = int(sizes.sum())
         found.size[rows] = sizes.int()
         found.index[found.used : found.used + total] = columns[inside]
@@ -117,7 +123,7 @@ def _by_lists(
 
 def _listable(hidden: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> bool:
     """Whether the engine serves these rows and, as far as the first of them tell, few classes have weight."""
-    if form.rule != UNIT_MASS or hidden.device.type != "cpu" or not cpu._built():
+    if form.rule != UNIT_MASS or form.beyond or hidden.device.type != "cpu" or not cpu._built():
         return False
     if len(weight) < LEAST_CLASSES or len(hidden) <= PROBE:
         return False
@@ -137,10 +143,9 @@ def _forward(
         last = min(first + ENGINE_ROWS, rows)
         if _listable(hidden[first:last], weight, bias, form):
             _by_lists(hidden, weight, bias, form, found, first, last)
-    a = 1 / r if profile == POWER else 0.0
     for part in _dense_parts(found.size, classes):
         z = F.linear(hidden[part], weight, bias)
-        found.put(part, _weights(z, form), z, a)
+        found.put(part, _weights(z, form), z, form)
     return found.sums, found.top, found.at, found.size, found.index, found.p
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from parzen.backends import cpu, reference
 from parzen.backends.engine import number, three
 from parzen.call import Call
+from parzen.kernels import Form
 
 # Keys in a chunk, which is coded when it is full; a power of two, and a multiple of the engine's block.
 CHUNK = 1024
@@ -60,13 +61,13 @@ def entry(keys: Tensor, values: Tensor, codes: Codes | None) -> tuple[int, ...]:
     )
 
 
-def why_not(keys: Tensor) -> str | None:
-    """None if ``run`` can serve keys (…, E) like these, else a sentence that says why not."""
+def why_not(keys: Tensor, form: Form | None = None) -> str | None:
+    """None if ``run`` can serve keys (…, E) like these, and the kernel, else a sentence that says why not."""
     if keys.device.type != "cpu":
         return f"the CPU engine works on CPU tensors, these are on {keys.device}"
     if not cpu._built():
         return "the CPU engine was not built (no C++ compiler when parzen was installed)"
-    return None
+    return None if form is None else form.beyond
 
 
 def code(keys: Tensor) -> Codes | None:

@@ -16,7 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parzen.call import Call
-from parzen.kernels import EXP, MARGIN, NEAREST, THRESHOLD, UNIT_MASS, Form, Number, readable, recording
+from parzen.kernels import (
+    EXP,
+    MARGIN,
+    NEAREST,
+    THRESHOLD,
+    UNIT_MASS,
+    UNIT_NORM,
+    Form,
+    Number,
+    readable,
+    recording,
+)
 
 # Newton steps from the left: f·f' falls at least fourfold a step (f convex and decreasing), so 24 bring
 # n = 10⁴ equal scores to 1e-7 and 60 exhaust float64. Loops stop as soon as every row has settled.
@@ -45,9 +56,32 @@ def _rise(z: Tensor, sigma: Tensor, r: Number) -> tuple[Tensor, Tensor]:
 def _solve(z: Tensor, r: Number, steps: int, settle: bool) -> Tensor:
     """σ with Σ_j [1 + (z_j−σ)/r]₊ʳ = 1 for rows z ≤ 0 with maximum 0, from below.
 
-    Newton on the r-norm of the row, which is convex, decreasing and almost linear in σ: with
-    S = Σ yʳ, Q = Σ yʳ⁻¹ the step is r·S·(1 − S^{−1/r})/Q. A row without entries, or with NaN, stays at 0.
+    Newton on the r-norm of the row, which is convex, decreasing and almost linear in σ (for r < −1 concave
+    and rising): with S = Σ yʳ, Q = Σ yʳ⁻¹ the step is r·S·(1 − S^{−1/r})/Q. For 0 < r < 1 it is neither,
+    and σ lies in [0, r(1 − n^{−1/r})]: bisection. A row without entries, or with NaN, stays at 0.
     """
+    narrow = (r > 0) & (r < 1) if isinstance(r, Tensor) else 0 < r < 1
+    if not isinstance(narrow, Tensor):
+        if narrow:
+            return _bisect(z, r)
+    elif not settle or bool(narrow.any()):
+        halved, r = _bisect(z, torch.where(narrow, r, 1)), torch.where(narrow, 1, r)
+        return torch.where(narrow, halved, _newton(z, r, steps, settle))
+    return _newton(z, r, steps, settle)
+
+
+def _bisect(z: Tensor, r: Number) -> Tensor:
+    finite = (z > -torch.inf).sum(-1, keepdim=True).clamp_min(1).to(z.dtype)
+    low = torch.zeros_like(z[..., :1])
+    high = -r * torch.expm1(-torch.log(finite) / r)
+    for _ in range(26 if z.dtype == torch.float32 else 56):
+        middle = (low + high) / 2
+        heavy = _rise(z, middle, r)[1].sum(-1, keepdim=True) >= 1
+        low, high = torch.where(heavy, middle, low), torch.where(heavy, high, middle)
+    return low
+
+
+def _newton(z: Tensor, r: Number, steps: int, settle: bool) -> Tensor:
     sigma = torch.zeros_like(z[..., :1])
     eps = torch.finfo(z.dtype).eps
     for _ in range(steps):
@@ -97,6 +131,14 @@ def _map(s: Tensor, r: Number, level: Number, form: Form) -> tuple[Tensor, Tenso
         sigma = _sigma(z, r)
         _, p = _rise(z, sigma, r)
         theta = best + sigma - r
+    elif form.rule == UNIT_NORM:
+        # Unit mass of the power r + 1, in its units.
+        wide = r + 1
+        sigma = _sigma(wide * z, wide) / wide
+        rise = (1 + z - sigma).clamp_min(0)
+        p = torch.where(rise > 0, _power(torch.where(rise > 0, rise, 1), r), 0)
+        theta = best - 1 + sigma
+        p = torch.where(best.isfinite(), p, torch.nan)
     else:
         theta = _theta(s, best, level, form)
         # From the best, where a margin is exact: best − b may round to best.
@@ -156,6 +198,8 @@ class _WeightMap(torch.autograd.Function):
 
         ds_j = a_j (dw_j − μ)        μ = Σ a dw / Σ a  (unit mass),  Σ w dw  (other rules)
 
+    Under a unit norm the threshold moves too: ds_j − w_j Σ ds.
+
     ``r`` and ``level`` are floats, or tensors with a last axis of 1; ``form`` says the rest. θ has no
     gradient of its own.
     """
@@ -187,15 +231,23 @@ class _WeightMap(torch.autograd.Function):
         exponent = ctx.r if r is None else r
         inside = w > 0
         one = torch.where(inside, w, 1)
-        a = torch.where(inside, kappa * one ** (1 - 1 / exponent), 0)
+        if form.rule == UNIT_NORM:
+            log_y = _log_rise(w, exponent)
+            a = torch.where(inside, exponent * one * torch.exp(-log_y), 0)
+        else:
+            a = torch.where(inside, kappa * one ** (1 - 1 / exponent), 0)
         weight = a if form.rule == UNIT_MASS else w
         total = weight.sum(-1, keepdim=True)
         mu = (weight * dw).sum(-1, keepdim=True) / torch.where(total == 0, 1, total)
         centred = dw - mu
-        if form.rule != UNIT_MASS and dkappa is not None:
+        if form.rule not in (UNIT_MASS, UNIT_NORM) and dkappa is not None:
             centred = centred - dkappa * kappa / exponent
         ds = torch.where(inside, a * centred, 0)
         dr = dlevel = None
+        if form.rule == UNIT_NORM:
+            ds = ds - w * ds.sum(-1, keepdim=True)
+            if ctx.needs_input_grad[1]:
+                dr = _total(_norm_slope(w, log_y, exponent, centred), r)
         if form.rule == UNIT_MASS and ctx.needs_input_grad[1]:
             dr = torch.where(inside, w * _curvature(torch.log(one) / exponent) * (dw - mu), 0)
             dr = _total(dr.sum(-1, keepdim=True), r)
@@ -226,6 +278,28 @@ class _WeightMap(torch.autograd.Function):
             s = lead(s, in_dims[0])
         r, level = lead(r, in_dims[1]), lead(level, in_dims[2])
         return _WeightMap.apply(s, r, level, form), (0, 0, 0)
+
+
+def _log_rise(w: Tensor, r: Number) -> Tensor:
+    """log(s − τ) of weights under a unit norm, where (s − τ)ʳ = w/‖w‖_α with α = 1 + 1/r; 0 where w is 0."""
+    log = torch.log(torch.where(w > 0, w, 1))
+    best = w.detach().amax(-1, keepdim=True)
+    best = torch.log(torch.where(best > 0, best, 1))
+    alpha = 1 + 1 / r
+    power = torch.where(w > 0, torch.exp(alpha * (log - best)), 0).sum(-1, keepdim=True)
+    power = torch.where(power > 0, power, 1)
+    return torch.where(w > 0, (log - best - torch.log(power) / alpha) / r, 0)
+
+
+def _norm_slope(w: Tensor, log_y: Tensor, r: Number, dw: Tensor) -> Tensor:
+    """The gradient of r under a unit norm: with y = s − τ, d log w_j = g_j − Σ w g, where
+
+    g = log y − τ'·r/y and τ' = Σ w y log y / (r + 1).
+    """
+    y = torch.exp(log_y)
+    moves = (w * y * log_y).sum(-1, keepdim=True) / (r + 1)
+    g = torch.where(w > 0, log_y - moves * r / y, 0)
+    return (w * dw * (g - (w * g).sum(-1, keepdim=True))).sum(-1, keepdim=True)
 
 
 def _nan_rows(ds: Tensor, w: Tensor) -> Tensor:

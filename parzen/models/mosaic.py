@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from parzen.attention import attention
 from parzen.backends import recall
-from parzen.kernels import Kernel, Number, kernel
+from parzen.kernels import Kernel, Number, kernel, lower
 from parzen.memory import KeyValueMemory
 from parzen.models.backbone import Backbone, Block
 from parzen.models.scan import gated_sum, leaky_sum
@@ -333,7 +333,7 @@ class ContextualMemory(nn.Module):
         """The same pairs in what serves now: a memory where it reads fewer of them and needs no gradients."""
         random = self.training and self.dropout.p > 0
         memory = self.kernel.compact and not random and not torch.is_grad_enabled()
-        memory = memory and recall.why_not(key) is None
+        memory = memory and recall.why_not(key, lower(self.kernel, 1.0)) is None
         if memory == isinstance(pairs, KeyValueMemory):
             return pairs
         k, v = pairs.keys, pairs.values

@@ -341,7 +341,7 @@ def why_not(call: Call) -> str | None:
         return "the Triton engine numbers queries and keys in 30 bits"
     if q.device.type == "cuda" and _capability(q.device) < (8, 0):
         return "the Triton engine needs a GPU of compute capability 8.0 or newer"
-    return None
+    return call.form.beyond
 
 
 def run(call: Call) -> Tensor:
