@@ -24,7 +24,7 @@ folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
 exclude_patterns = [*(folders - {"docs", "results"}), "results/**/runs"]
 CONTENTS = {
     "Tutorials": ("replace-softmax", "regression", "train-a-mosaic", "add-a-kernel", "cluster"),
-    "Guides": ("choosing", "speed", "moving", "transformers", "memory", "gpu", "report"),
+    "Guides": ("choosing", "losses", "speed", "moving", "transformers", "memory", "gpu", "report"),
     "Background": ("math", "design", "results"),
 }
 REFERENCE = (
@@ -37,6 +37,7 @@ REFERENCE = (
     "testing",
     "models",
     "transformers",
+    "entmax",
     "lab",
     "command",
 )
