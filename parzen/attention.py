@@ -304,10 +304,21 @@ def weights(
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which backend serves a call, and why each of the others does not (or would come later)."""
+    """Which backend serves a call, and why the others do not.
+
+    Attributes:
+        backend: the one that is used.
+        why_not: of each backend: None if it can serve the call, else a sentence that says why not.
+    """
 
     backend: str
-    reasons: dict[str, str]
+    why_not: dict[str, str | None]
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """A sentence for each backend, also for the one that is used and those that come later."""
+        known = {name: reason or f"could, after {self.backend}" for name, reason in self.why_not.items()}
+        return known | {self.backend: "serves this call"}
 
     def __str__(self) -> str:
         return "\n".join(f"{name}: {reason}" for name, reason in self.reasons.items())
@@ -336,11 +347,7 @@ def explain(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, window, alibi_slopes
     )
     chosen, _ = choose(call, backend)
-    reasons = {}
-    for name, module in BACKENDS.items():
-        reason = module.why_not(call)
-        reasons[name] = "serves this call" if name == chosen else reason or f"could, after {chosen}"
-    return Explanation(chosen, reasons)
+    return Explanation(chosen, {name: module.why_not(call) for name, module in BACKENDS.items()})
 
 
 def info() -> dict[str, Any]:

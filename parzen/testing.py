@@ -261,8 +261,8 @@ def check_kernel(
         options = dict(arguments)
         if backend != "auto":
             tensors = {n: options.pop(n) for n in ("query", "key", "value")}
-            reason = explain(**tensors, **options, kernel=chosen).reasons[backend]
-            if reason != "serves this call" and not reason.startswith("could"):
+            reason = explain(**tensors, **options, kernel=chosen).why_not[backend]
+            if reason is not None:
                 continue
         label = f"{chosen} on {backend}, {dtype}, {case.name}"
         expected, expected_grads = _run(lambda **kw: _as_witness(kw, chosen), arguments, names)
