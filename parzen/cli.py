@@ -354,9 +354,13 @@ def _data(arguments: argparse.Namespace) -> int:
 # ---- bench ---------------------------------------------------------------------------------------
 
 
+# What each of them takes beside --threads, --kernels and --out, by the names of its function.
+BENCHES = {"attention": ("lengths", "long"), "decode": ("lengths", "folder"), "call": ()}
+
+
 def _add_bench(commands: Commands[Parser]) -> None:
     command = _command(commands, "bench", _bench, "time attention and decoding against dense softmax")
-    command.add_argument("what", choices=("attention", "decode"), help="what is timed")
+    command.add_argument("what", choices=tuple(BENCHES), help="what is timed")
     command.add_argument("--kernels", type=kernel_names, metavar="A,B", help="default: those of each group")
     command.add_argument(
         "--lengths", type=lengths, metavar="N,M", help="default: all standard lengths, and densities"
@@ -373,26 +377,19 @@ def _add_bench(commands: Commands[Parser]) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    options = {
-        k: v for k, v in vars(arguments).items() if k not in ("run", "what", "long", "folder", "device")
-    }
+    options, what = _given(arguments, "what", "device"), arguments.what
     if arguments.device == "cuda":
-        if arguments.what != "attention" or arguments.long or arguments.folder or arguments.threads:
+        if what != "attention" or options.keys() & {"long", "folder", "threads"}:
             raise UserError("--device cuda goes with attention, --kernels, --lengths and --out only")
-        del options["threads"]
         if import_module("parzen.lab.bench.gpu").bench_gpu(**options) is None:
             print("no GPU to time: torch sees no CUDA device", file=sys.stderr)
             return 3
         return 0
-    if arguments.long and arguments.what != "attention":
-        raise UserError("--long goes with attention only; for decode see --lengths")
-    if arguments.folder and arguments.what != "decode":
-        raise UserError("--run goes with decode only")
+    for name in options.keys() - {"threads", "kernels", "out", *BENCHES[what]}:
+        owners = " and ".join(bench for bench, takes in BENCHES.items() if name in takes)
+        raise UserError(f"--{'run' if name == 'folder' else name} goes with {owners} only")
     try:
-        if arguments.what == "attention":
-            import_module("parzen.lab.bench.attention").bench_attention(**options, long=arguments.long)
-        else:
-            import_module("parzen.lab.bench.decode").bench_decode(**options, folder=arguments.folder)
+        getattr(import_module(f"parzen.lab.bench.{what}"), f"bench_{what}")(**options)
     except ValueError as error:
         raise UserError(str(error)) from error
     return 0

@@ -74,6 +74,7 @@ def test_info_and_version(capsys):
         (["bench", "attention", "--threads", "99999"], "threads must be at most"),
         (["bench", "attention", "--run", "runs/of/mine"], "--run goes with decode only"),
         (["bench", "decode", "--run", "runs/of/mine"], "runs/of/mine"),
+        (["bench", "call", "--lengths", "64"], "--lengths goes with attention and decode only"),
         (["demo", "--data", ""], "expected a path, got an empty text"),
         (["kernels", "--figure", ""], "expected a path, got an empty text"),
     ],
