@@ -475,10 +475,10 @@ class KeyValueMemory:
 
     def _tabulate(self, first: int = 0) -> None:
         """Addresses of the chunks from ``first`` on, for the engine."""
-        del self._table[first * 7 :]
+        del self._table[first * recall.ENTRY :]
         if self._chunks and self._chunks[0].keys.device.type == "cpu":
             for chunk in self._chunks[first:]:
-                self._table.extend(recall.entry(chunk.keys, chunk.values, chunk.codes))
+                self._table.frombytes(recall.entry(chunk.keys, chunk.values, chunk.codes))
 
     def _joined(self, name: str, size: int) -> Tensor:
         lead = self._lead or ()

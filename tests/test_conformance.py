@@ -1,11 +1,16 @@
 """Output and every gradient against float64, every kernel on every backend; and the check checks."""
 
+import importlib
+import sys
+
 import pytest
 import torch
 from kernel_list import NAMES
 
 import parzen
-from parzen.backends import BACKENDS, cpu
+from parzen.backends import BACKENDS, cpu, recall
+from parzen.call import Call
+from parzen.kernels import EXP, NEAREST, POWER, Form
 from parzen.testing import cases, check_kernel
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -61,6 +66,53 @@ def test_the_canary_is_rejected(name, dtype):
     for canary, words in ((off, "output"), (wrong_gradient, "gradient")):
         with pytest.raises(AssertionError, match=words):
             check_kernel(name, dtype=dtype, attend=canary)
+
+
+BACKEND = """
+from dataclasses import replace
+
+from parzen.backends import reference
+
+
+def why_not(call):
+    return "MPS devices have no float64" if call.q.device.type == "mps" else None
+
+
+def run(call):
+    wide = replace(call, q=call.q.double(), k=call.k.double(), v=call.v.double())
+    return FACTOR * reference.run(wide).to(call.v.dtype)
+"""
+
+
+@pytest.mark.parametrize("name", ["gaussian", "biweight", "knn_uniform"])
+def test_a_backend_is_one_file_and_one_row(name, tmp_path, monkeypatch):
+    """And the check holds it as it holds the others: one that is off by 1 % is rejected."""
+    package = tmp_path / "someones_backends"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for module, factor in (("wide", "1"), ("canary", "1.01")):
+        (package / f"{module}.py").write_text(BACKEND.replace("FACTOR", factor))
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("wide", "canary"):
+        monkeypatch.setitem(BACKENDS, module, importlib.import_module(f"someones_backends.{module}"))
+        monkeypatch.delitem(sys.modules, f"someones_backends.{module}")
+    monkeypatch.delitem(sys.modules, "someones_backends")
+    assert check_kernel(name, "wide", torch.float32) == ALL
+    with pytest.raises(AssertionError, match=r"on canary, .*: output"):
+        check_kernel(name, "canary", torch.float32)
+
+
+@pytest.mark.parametrize(("profile", "rule"), [(7, NEAREST), (POWER, 9), (EXP, -1)])
+def test_an_engine_refuses_a_profile_or_rule_it_has_not(profile, rule):
+    if not cpu.info()["built"]:
+        pytest.skip("the CPU engine was not built")
+    q = torch.randn(1, 1, 3, 4)
+    form = Form(profile, rule, 1.0, 0.5, 2)
+    call = Call(q, q, q, 1.0, form, parzen.kernel("biweight"))
+    words = f"does not know profile {profile} with rule {rule}"
+    assert words in cpu.why_not(call)
+    assert words in recall.why_not(q, form)
+    assert cpu.why_not(Call(q, q, q, 1.0, Form(POWER, NEAREST, 0.0, 0.0, 2), call.kernel)) is None
 
 
 def test_a_backend_asked_for_by_name_says_why_not():

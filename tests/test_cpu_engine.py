@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import parzen
-from parzen.backends import BACKENDS, Call, cpu, engine, reference
+from parzen.backends import BACKENDS, cpu, engine, native, reference
+from parzen.call import Call
 from parzen.kernels import lower
 from parzen.testing import check_kernel, witness
 
@@ -64,8 +65,8 @@ def _backend(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(params=ISAS)
 def isa(request, monkeypatch: pytest.MonkeyPatch) -> str:
-    engine = cpu._choose(request.param)
-    monkeypatch.setattr(cpu, "_engine", lambda: engine)
+    engine = native.choose(request.param)
+    monkeypatch.setattr(native, "engine", lambda: engine)
     return request.param
 
 
@@ -502,6 +503,37 @@ def test_an_unknown_instruction_set_is_one_clear_error():
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ValueError: PARZEN_CPU_ISA='sse9'")
     assert all(name in last for name in ISAS)
+
+
+@pytest.mark.parametrize("table", native.STRUCTS, ids=lambda table: table.name)
+def test_a_library_with_other_fields_is_refused_by_the_name_of_one(table, monkeypatch: pytest.MonkeyPatch):
+    """Renamed, moved, missing or unknown: the error names the field, and the build at hand passes."""
+    fields = list(table.fields.items())
+    (first, kind), (second, other), *rest = fields
+    renamed = [("elsewhere", kind), (second, other), *rest]
+    swapped = [(second, other), (first, kind), *rest]
+    wider = [(first, "view"), (second, other), *rest]
+    wrong = {
+        first: (renamed, swapped, wider),
+        fields[-1][0]: (fields[:-1],),
+        "more": ([*fields, ("more", "int")],),
+    }
+    assert native.choose(None) is not None
+    for name, tables in wrong.items():
+        for rows in tables:
+            changed = native.Struct(table.name, *((kind, field) for field, kind in rows))
+            reported = "elsewhere" if rows is renamed else second if rows is swapped else name
+            monkeypatch.setattr(native, "STRUCTS", (changed,))
+            with pytest.raises(
+                ImportError, match=rf"\({table.name}\.{reported} .*\): build it again$"
+            ) as error:
+                native.choose(None)
+            assert "\n" not in str(error.value)
+
+
+def test_a_field_that_a_struct_has_not_is_an_error():
+    with pytest.raises(TypeError, match=r"Chunk\(\) got an unexpected keyword argument 'kyes'"):
+        native.CHUNK.pack(kyes=1)
 
 
 # ---- gradients and transforms --------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import parzen
-from parzen.backends import cpu, recall
+from parzen.backends import cpu, native, recall
 from parzen.kernels import Kernel, Power, UnitMass, WithinMargin
 from parzen.lab.bench import decode as bench
 from parzen.lab.data.tales import tales
@@ -36,8 +36,8 @@ E, EV = 40, 24
 @pytest.fixture(params=ISAS or ["none"])
 def isa(request, monkeypatch: pytest.MonkeyPatch) -> str:
     if ISAS:
-        engine = cpu._choose(request.param)
-        monkeypatch.setattr(cpu, "_engine", lambda: engine)
+        engine = native.choose(request.param)
+        monkeypatch.setattr(native, "engine", lambda: engine)
     return request.param
 
 

@@ -10,25 +10,24 @@ libtorch and OpenMP, and runs on torch's own thread pool; results do not depend 
 
 from __future__ import annotations
 
-import ctypes
-import os
-import struct
-import sys
 from collections.abc import Sequence
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parzen.backends import engine, reference
+from parzen.backends import engine, native, reference
 from parzen.backends.engine import TENSORS, gradient_shapes
 from parzen.call import Call
-from parzen.kernels import recording
+from parzen.kernels import EVERYWHERE, EXP, MARGIN, NEAREST, POWER, THRESHOLD, UNIT_MASS, recording
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+# What csrc/engine.h enumerates.
+PROFILES = (EXP, POWER)
+RULES = (EVERYWHERE, UNIT_MASS, THRESHOLD, MARGIN, NEAREST)
 
 # A query's support list holds this many keys on average over its tile; a tile that needs more is
 # recomputed in backward. It bounds what forward saves: 8 bytes an entry in float32, and only entries in
@@ -38,84 +37,8 @@ PER_ROW = 512
 TILE = 48
 
 
-# ---- the library ---------------------------------------------------------------------------------
-
-
-class _Engine:
-    """The loaded library, its instruction set, and torch's parallel loop."""
-
-    def __init__(self, lib: ctypes.CDLL, isas: tuple[str, ...], isa: str, number: int) -> None:
-        self.isas, self.isa, self.number = isas, isa, number
-        self.forward, self.backward = lib.parzen_forward, lib.parzen_backward
-        self.recall, self.code = lib.parzen_recall, lib.parzen_code
-        for f in (self.forward, self.backward, self.recall, self.code):
-            f.argtypes = (ctypes.c_int64, ctypes.c_char_p)
-            f.restype = ctypes.c_int32
-        self.parallel_for = _parallel_for()
-
-
-def _parallel_for() -> int:
-    """The address of ``torch_parallel_for``, or 0 where this torch does not export it."""
-    try:
-        lib = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return ctypes.cast(lib.torch_parallel_for, ctypes.c_void_p).value or 0
-    except (OSError, AttributeError):
-        return 0
-
-
-def _path() -> Path | None:
-    """The library. An editable install keeps it in another folder of the package's path.
-
-    PARZEN_ENGINE names another build, such as one with sanitizers.
-    """
-    if other := os.environ.get("PARZEN_ENGINE"):
-        return Path(other)
-    places = (Path(folder) / "_engine" / "engine.so" for folder in sys.modules["parzen"].__path__)
-    return next((place for place in places if place.exists()), None)
-
-
-def _open() -> tuple[ctypes.CDLL, list[str]] | None:
-    """The library and its instruction sets, worst first, "" where this processor lacks one."""
-    path = _path()
-    if path is None:
-        return None
-    lib = ctypes.CDLL(str(path))
-    lib.parzen_isa.argtypes = (ctypes.c_int64,)
-    lib.parzen_isa.restype = ctypes.c_char_p
-    lib.parzen_args_size.restype = ctypes.c_int64
-    complete = hasattr(lib, "parzen_recall") and hasattr(lib, "parzen_weights")
-    if lib.parzen_args_size() != _ARGS.size or not complete:
-        raise ImportError(f"{path} was built from another version of parzen: build it again")
-    names: list[str] = []
-    while (name := lib.parzen_isa(len(names))) is not None:
-        names.append(name.decode())
-    return lib, names
-
-
-def _choose(isa: str | None) -> _Engine | None:
-    """The engine for ``isa``, or for the best instruction set; None where it was not built.
-
-    Raises:
-        ValueError: the instruction set is not available; the available ones are named.
-    """
-    opened = _open()
-    if opened is None:
-        return None
-    lib, names = opened
-    usable = tuple(name for name in names if name)
-    isa = isa or usable[-1]
-    if isa not in usable:
-        raise ValueError(f"PARZEN_CPU_ISA={isa!r}: this processor and build have {', '.join(usable)}")
-    return _Engine(lib, usable, isa, names.index(isa))
-
-
-@cache
-def _engine() -> _Engine | None:
-    return _choose(os.environ.get("PARZEN_CPU_ISA"))
-
-
 def _built() -> bool:
-    return _engine() is not None
+    return native.engine() is not None
 
 
 # What torch.compiler.assume_constant_result does, without importing the compiler.
@@ -124,7 +47,7 @@ _built._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def info() -> dict[str, Any]:
     """What was built and what is in use, as plain data."""
-    engine = _engine()
+    engine = native.engine()
     if engine is None:
         return {"built": False, "isas": [], "isa": None, "threads": None}
     return {
@@ -136,23 +59,6 @@ def info() -> dict[str, Any]:
 
 
 # ---- one call of the library ---------------------------------------------------------------------
-
-# struct Args of csrc/engine.h: 8-byte fields in the same order.
-_VIEW = "5q"
-_ARGS = struct.Struct("=" + "15q" + "4d" + "6q" + 6 * _VIEW + 4 * _VIEW + "6q" + 5 * _VIEW + "8q")
-_NO_VIEW = (0, 0, 0, 0, 0)
-
-
-def _view(x: Tensor | None) -> tuple[int, ...]:
-    """Address and strides, 0 along the axes that broadcast."""
-    if x is None:
-        return _NO_VIEW
-    strides = [0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)]
-    return (x.data_ptr(), *strides, *_NO_VIEW[1 + len(strides) :])
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -168,41 +74,32 @@ def _as(x: Any, dtype: torch.dtype) -> Any:
     return x if x is None or x.dtype == dtype else x.to(dtype)
 
 
+_LISTS = ("stats", "where", "count", "index", "score")
+
+
 def _pack(
-    inputs: Sequence[Any],
-    numbers: Sequence[Any],
-    o: Tensor | None,
-    saved: tuple[Tensor, ...] | None,
-    backward: tuple[int, ...],
+    inputs: Sequence[Any], numbers: Sequence[Any], saved: tuple[Tensor, ...] | None, **results: Any
 ) -> bytes:
+    """``native.ARGS`` of a call; ``results`` are the fields that forward or backward alone has."""
     q, k, v, mask, bias, slopes, scale_at, level_at, r_at, seed, first_q, first_k = inputs
     profile, rule, nearest, diagonal, left, right, scale, level, r, dropout, *packed = numbers
-    library = _engine()
-    assert library is not None
     b, h, t, e = q.shape
     rows, s, lower_right = t, k.shape[2], False
     if first_q is not None:
         b = first_q.numel() - 1
         t, s, lower_right = packed
-    threads = torch.get_num_threads()
-    row_views = (*_view(scale_at), *_view(level_at), *_view(r_at))
-    slope_view = _NO_VIEW if slopes is None else (*_view(slopes)[:3], 0, 0)
-    saves = (0, 0, 0, 0, 0, 0) if saved is None else (*map(_address, saved), saved[3].shape[-1])
-    return _ARGS.pack(
-        b, h, k.shape[1], t, s, e, v.shape[3],
-        q.dtype == torch.float64, profile, rule, nearest, diagonal, left, right, threads,
-        scale, level, r, dropout,
-        library.parallel_for, _address(first_q), _address(first_k), rows, lower_right, _address(seed),
-        *_view(q), *_view(k), *_view(v), *_view(o), *_view(mask), *_view(bias),
-        *slope_view, *row_views,
-        *saves,
-        *backward,
+    stats, where, count, index, score = saved or (None,) * 5
+    return native.ARGS.pack(
+        B=b, H=h, Hk=k.shape[1], T=t, S=s, E=e, D=v.shape[3],
+        is_double=q.dtype == torch.float64, profile=profile, rule=rule, nearest=nearest,
+        diagonal=diagonal, left=left, right=right, threads=torch.get_num_threads(),
+        scale=scale, level=level, r=r, dropout=dropout, parallel_for=native.loaded().parallel_for,
+        first_q=first_q, first_k=first_k, rows=rows, lower_right=lower_right, seed=seed,
+        q=q, k=k, v=v, mask=mask, bias=bias, slopes=slopes,
+        scale_at=scale_at, level_at=level_at, r_at=r_at,
+        stats=stats, where=where, count=count, index=index, score=score,
+        per_row=0 if index is None else index.shape[-1], **results,
     )  # fmt: skip
-
-
-def _check(status: int) -> None:
-    if status:
-        raise MemoryError("the CPU engine ran out of memory")
 
 
 def _saved(args: Sequence[Any], save: bool) -> tuple[Tensor, ...]:
@@ -244,9 +141,6 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
     return _output(args, saved if save else None), *saved
 
 
-_NO_BACKWARD = 5 * _NO_VIEW + 8 * (0,)
-
-
 def _output(args: Sequence[Any], saved: tuple[Tensor, ...] | None) -> Tensor:
     """The output for INPUTS, which fills ``saved`` for backward."""
     q, _, v = args[:3]
@@ -255,10 +149,8 @@ def _output(args: Sequence[Any], saved: tuple[Tensor, ...] | None) -> Tensor:
         return q.new_empty((*shape, v.shape[3]))
     inputs = _prepare(args[:TENSORS])
     o = inputs[0].new_empty((*shape, inputs[2].shape[3]))
-    library = _engine()
-    assert library is not None
-    packed = _pack(inputs, args[TENSORS:], o, saved, _NO_BACKWARD)
-    _check(library.forward(library.number, packed))
+    packed = _pack(inputs, args[TENSORS:], saved, o=o)
+    native.loaded().call("forward", packed)
     return _cut(o, v.shape[3], q.dtype)
 
 
@@ -279,21 +171,18 @@ def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
     do = _rows(do, dtype)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in inputs[:3])
     dbias = extra[0] if needs[0] else None
-    dslopes, dscale, dlevel, dr = (
-        _address(x) if need else 0 for x, need in zip(extra[1:], needs[1:], strict=True)
-    )
-    library = _engine()
-    assert library is not None
-    sizes = tuple(dbias.shape) if dbias is not None else (0, 0, 0, 0)
-    backward = (
-        *_view(do), *_view(dq), *_view(dk), *_view(dv), *_view(dbias), *sizes, dscale, dlevel, dr, dslopes
+    dslopes, dscale, dlevel, dr = (x if need else None for x, need in zip(extra[1:], needs[1:], strict=True))
+    axes = ("dbias_B", "dbias_H", "dbias_T", "dbias_S")
+    sizes = () if dbias is None else zip(axes, dbias.shape, strict=True)
+    packed = _pack(
+        inputs, numbers, saved, dout=do, dq=dq, dk=dk, dv=dv, dbias=dbias, **dict(sizes),
+        dscale=dscale, dlevel=dlevel, dr=dr, dslopes=dslopes,
     )  # fmt: skip
-    packed = _pack(inputs, numbers, None, saved, backward)
-    _check(library.backward(library.number, packed))
+    native.loaded().call("backward", packed)
     return *(_cut(g, x.shape[3], x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)), *extra
 
 
-engine.register("cpu", _forward, _backward, _saved, ("stats", "where", "count", "index", "score"), ("CPU",))
+engine.register("cpu", _forward, _backward, _saved, _LISTS, ("CPU",))
 
 
 # ---- the backend ---------------------------------------------------------------------------------
@@ -313,7 +202,7 @@ def why_not(call: Call) -> str | None:
         return "the CPU engine numbers keys in 32 bits"
     if not _built():
         return "the CPU engine was not built (no C++ compiler when parzen was installed)"
-    return call.form.beyond
+    return engine.unknown(call.form, "the CPU engine", PROFILES, RULES)
 
 
 def run(call: Call) -> Tensor:

@@ -288,6 +288,13 @@ class _Backward(torch.autograd.Function):
         return tuple(out), (0,) * len(out)
 
 
+def unknown(form: Form, name: str, profiles: Sequence[int], rules: Sequence[int]) -> str | None:
+    """None if the engine ``name``, of these profiles and rules, serves ``form``, else why not."""
+    if form.beyond is not None or (form.profile in profiles and form.rule in rules):
+        return form.beyond
+    return f"{name} does not know profile {form.profile} with rule {form.rule}"
+
+
 def three(x: Number) -> Tensor | None:
     """A tensor parameter, broadcastable to (B, H, T), with exactly three axes."""
     if not isinstance(x, Tensor):

@@ -8,57 +8,38 @@ but the weights is kept for backward: for the Gaussian profile a = w, under unit
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parzen.backends import cpu
+from parzen.backends import cpu, native
+from parzen.backends.engine import unknown
 from parzen.kernels import EVERYWHERE, EXP, NEAREST, UNIT_MASS, UNIT_NORM, Form, recording
 
-# struct WeightMap of csrc/weights.h.
-_ARGS = struct.Struct("=7q4d4q")
 
-
-@cache
-def _functions() -> tuple[Any, Any]:
-    lib = ctypes.CDLL(str(cpu._path()))
-    lib.parzen_maps_size.restype = ctypes.c_int64
-    if lib.parzen_maps_size() != _ARGS.size:
-        raise ImportError(f"{cpu._path()} was built from another version of parzen: build it again")
-    both = lib.parzen_weights, lib.parzen_weights_backward
-    for f in both:
-        f.argtypes, f.restype = (ctypes.c_int64, ctypes.c_char_p), ctypes.c_int32
-    return both
-
-
-def _call(back: bool, x: Tensor, dout: Tensor | None, numbers: tuple[Any, ...]) -> Tensor:
+def _call(function: str, x: Tensor, dout: Tensor | None, numbers: tuple[Any, ...]) -> Tensor:
     profile, rule, nearest, scale, level, r, least = numbers
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
-        library = cpu._engine()
-        assert library is not None
-        n = x.shape[-1]
-        packed = _ARGS.pack(
-            x.numel() // n, n, x.dtype == torch.float64, profile, rule, nearest, torch.get_num_threads(),
-            scale, level, r, least, library.parallel_for,
-            x.data_ptr(), 0 if dout is None else dout.data_ptr(), out.data_ptr(),
+        library = native.loaded()
+        args = native.WEIGHT_MAP.pack(
+            rows=x.numel() // x.shape[-1], n=x.shape[-1], is_double=x.dtype == torch.float64,
+            profile=profile, rule=rule, nearest=nearest, threads=torch.get_num_threads(),
+            scale=scale, level=level, r=r, least=least, parallel_for=library.parallel_for,
+            x=x, dout=dout, out=out,
         )  # fmt: skip
-        if _functions()[back](library.number, packed):
-            raise MemoryError("the CPU engine ran out of memory")
+        library.call(function, args)
     return out
 
 
 def _forward(s: Tensor, *numbers: Any) -> Tensor:
-    return _call(False, s, None, numbers)
+    return _call("weights", s, None, numbers)
 
 
 def _backward(dw: Tensor, w: Tensor, *numbers: Any) -> Tensor:
-    return _call(True, w, dw.contiguous(), numbers)
+    return _call("weights_backward", w, dw.contiguous(), numbers)
 
 
 _library = torch.library.Library("parzen", "FRAGMENT")
@@ -170,7 +151,7 @@ def why_not(s: Tensor, form: Form) -> str | None:
         return "the CPU engine numbers entries in 32 bits"
     if not cpu._built():
         return "the CPU engine was not built (no C++ compiler when parzen was installed)"
-    return form.beyond
+    return unknown(form, "the CPU engine", cpu.PROFILES, cpu.RULES)
 
 
 def run(s: Tensor, form: Form, scale: float, least: float) -> Tensor:

@@ -8,15 +8,14 @@ lower bounds is a lower bound, and a key whose upper bound lies below it is neve
 
 from __future__ import annotations
 
-import struct
 from array import array
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from parzen.backends import cpu, reference
-from parzen.backends.engine import number, three
+from parzen.backends import cpu, native, reference
+from parzen.backends.engine import number, three, unknown
 from parzen.call import Call
 from parzen.kernels import Form
 
@@ -25,10 +24,9 @@ CHUNK = 1024
 BLOCK = 64
 # The integer products of wider keys may not fit 32 bits.
 _MOST_CODED = 1024
+# Numbers of 8 bytes in an ``entry``.
+ENTRY = native.CHUNK.size // 8
 _STORED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-
-# struct Recall of csrc/memory.h: 8-byte fields in the same order.
-_ARGS = struct.Struct("=15q3d3q" + 6 * "5q" + "2q")
 
 
 @dataclass(frozen=True)
@@ -49,31 +47,29 @@ class Codes:
         return self.codes.nbytes + self.bounds.nbytes + self.frame.nbytes
 
 
-def entry(keys: Tensor, values: Tensor, codes: Codes | None) -> tuple[int, ...]:
+def entry(keys: Tensor, values: Tensor, codes: Codes | None) -> bytes:
     """struct Chunk of csrc/memory.h for (B, H, room, E) and (B, H, room, Ev), contiguous."""
-    addresses = (0, 0, 0) if codes is None else (codes.codes, codes.bounds, codes.frame)
-    return (
-        keys.data_ptr(),
-        values.data_ptr(),
-        keys.shape[2] * keys.shape[3],
-        values.shape[2] * values.shape[3],
-        *(x.data_ptr() if isinstance(x, Tensor) else 0 for x in addresses),
+    return native.CHUNK.pack(
+        keys=keys,
+        values=values,
+        keys_head=keys.shape[2] * keys.shape[3],
+        values_head=values.shape[2] * values.shape[3],
+        **({} if codes is None else vars(codes)),
     )
 
 
 def why_not(keys: Tensor, form: Form | None = None) -> str | None:
-    """None if ``run`` can serve keys (…, E) like these, and the kernel, else a sentence that says why not."""
+    """None if ``code`` can serve keys (…, E) like these, and ``run`` a kernel ``form``; else why not."""
     if keys.device.type != "cpu":
         return f"the CPU engine works on CPU tensors, these are on {keys.device}"
     if not cpu._built():
         return "the CPU engine was not built (no C++ compiler when parzen was installed)"
-    return None if form is None else form.beyond
+    return None if form is None else unknown(form, "the engine of a store", cpu.PROFILES, cpu.RULES)
 
 
 def code(keys: Tensor) -> Codes | None:
     """The codes of a full chunk (B, H, CHUNK, E), contiguous; None where rows are too wide."""
-    engine = cpu._engine()
-    assert engine is not None
+    engine = native.loaded()
     b, h, n, e = keys.shape
     if not 0 < e <= _MOST_CODED or 0 in (b, h):
         return None
@@ -84,11 +80,11 @@ def code(keys: Tensor) -> Codes | None:
         keys.new_empty((b, h, 2 * e + 1), dtype=torch.float32),
     )
     table = array("q", entry(keys, keys, codes))
-    args = _ARGS.pack(
-        b, h, h, 0, n, e, 0, _STORED[keys.dtype], *6 * (0,), torch.get_num_threads(), 0.0, 0.0, 0.0,
-        engine.parallel_for, table.buffer_info()[0], n, *32 * (0,),
+    args = native.RECALL.pack(
+        B=b, H=h, Hk=h, S=n, E=e, stored=_STORED[keys.dtype], threads=torch.get_num_threads(),
+        parallel_for=engine.parallel_for, chunks=table.buffer_info()[0], chunk=n,
     )  # fmt: skip
-    cpu._check(engine.code(engine.number, args))
+    engine.call("code", args)
     return codes
 
 
@@ -107,16 +103,17 @@ def run(call: Call, table: array, stored: torch.dtype, counts: tuple[Tensor, Ten
     b, h, t, e = q.shape
     o = q.new_empty((b, h, t, call.v.shape[3]))
     form = call.form
-    rows = [cpu._as(three(x), dtype) for x in (call.scale, form.level, form.r)]
-    engine = cpu._engine()
-    assert engine is not None
-    args = _ARGS.pack(
-        b, h, call.k.shape[1], t, call.k.shape[2], e, o.shape[3], _STORED[stored],
-        form.profile, form.rule, form.k, call.diagonal, call.left, call.right, torch.get_num_threads(),
-        number(call.scale), number(form.level), number(form.r),
-        engine.parallel_for, table.buffer_info()[0], CHUNK,
-        *cpu._view(q), *cpu._view(o), *cpu._view(call.mask), *(n for x in rows for n in cpu._view(x)),
-        *(map(cpu._address, counts) if counts else (0, 0)),
+    scale_at, level_at, r_at = (cpu._as(three(x), dtype) for x in (call.scale, form.level, form.r))
+    scored, support = counts or (None, None)
+    engine = native.loaded()
+    args = native.RECALL.pack(
+        B=b, H=h, Hk=call.k.shape[1], T=t, S=call.k.shape[2], E=e, D=o.shape[3], stored=_STORED[stored],
+        profile=form.profile, rule=form.rule, nearest=form.k, diagonal=call.diagonal,
+        left=call.left, right=call.right, threads=torch.get_num_threads(),
+        scale=number(call.scale), level=number(form.level), r=number(form.r),
+        parallel_for=engine.parallel_for, chunks=table.buffer_info()[0], chunk=CHUNK,
+        q=q, o=o, mask=call.mask, scale_at=scale_at, level_at=level_at, r_at=r_at,
+        scored=scored, support=support,
     )  # fmt: skip
-    cpu._check(engine.recall(engine.number, args))
+    engine.call("recall", args)
     return o

@@ -1,8 +1,6 @@
-// What backends/cpu.py, backends/maps.py and backends/recall.py call: the instruction sets in this build that this
-// processor can run.
-#include "engine.h"
-#include "memory.h"
-#include "weights.h"
+// What backends/native.py calls: the instruction sets in this build that this processor can run.
+#include <string.h>
+#include "fields.h"
 
 namespace parzen {
 extern const Engine baseline, avx2, avx512, avx512vnni, neon;
@@ -59,14 +57,29 @@ EXPORT const char* parzen_isa(int64_t number) {
   return isas[number].supported() ? isas[number].name : "";
 }
 
-EXPORT int64_t parzen_args_size() { return sizeof(Args); }
+struct Struct {
+  const char* name;
+  const Field* fields;
+  int64_t count;
+};
+#define STRUCT(name) {#name, name##Fields::list, (int64_t)(sizeof name##Fields::list / sizeof(Field))}
+static const Struct structs[] = {STRUCT(Args), STRUCT(Recall), STRUCT(Chunk), STRUCT(WeightMap)};
+
+// Field `number` of a struct; 0 past its last, and for a struct that is not here.
+EXPORT int32_t parzen_field(const char* name, int64_t number, Field* field) {
+  for (const Struct& s : structs)
+    if (!strcmp(s.name, name) && number < s.count) {
+      *field = s.fields[number];
+      return 1;
+    }
+  return 0;
+}
+
 EXPORT int32_t parzen_forward(int64_t isa, const Args* args) { return isas[isa].engine->forward(*args); }
 EXPORT int32_t parzen_backward(int64_t isa, const Args* args) { return isas[isa].engine->backward(*args); }
 
-EXPORT int64_t parzen_recall_size() { return sizeof(Recall); }
 EXPORT int32_t parzen_recall(int64_t isa, const Recall* args) { return isas[isa].memory->recall(*args); }
 EXPORT int32_t parzen_code(int64_t isa, const Recall* args) { return isas[isa].memory->code(*args); }
 
-EXPORT int64_t parzen_maps_size() { return sizeof(WeightMap); }
 EXPORT int32_t parzen_weights(int64_t isa, const WeightMap* args) { return isas[isa].maps->forward(*args); }
 EXPORT int32_t parzen_weights_backward(int64_t isa, const WeightMap* args) { return isas[isa].maps->backward(*args); }

@@ -1,4 +1,4 @@
-// The plain C interface of the engine: one struct of 8-byte fields, filled by backends/cpu.py.
+// The plain C interface of the engine: one struct of 8-byte fields, filled by backends/native.py.
 #pragma once
 #include <stdint.h>
 

@@ -1,5 +1,5 @@
 // The plain C interface of a growing store of keys and values: structs of 8-byte fields, filled by
-// parzen/memory.py.
+// backends/native.py.
 #pragma once
 #include "engine.h"
 

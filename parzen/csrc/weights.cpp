@@ -222,7 +222,7 @@ void forward_item(const void* data, int64_t number, char* scratch) {
   if constexpr (K >= POWER_1)
     if (A.rule == UNIT_MASS && A.n <= SHORT) {
       for (int64_t i = first; i < first + count; i++) {
-        const T* s = (const T*)A.in + i * A.n;
+        const T* s = (const T*)A.x + i * A.n;
         T* w = (T*)A.out + i * A.n;
         if (!short_row<K, T>(A, s, w, (T)A.r)) bad_row(A, s, w);
       }
@@ -236,7 +236,7 @@ void forward_item(const void* data, int64_t number, char* scratch) {
     row.score = pieces.take<T>(A.n + 2 * LANES<T>);
     row.weight = pieces.take<T>(A.n + 2 * LANES<T>);
     row.index = pieces.take<int32_t>(A.n + 2 * LANES<T>);
-    good[i] = collect<K, T>(task.rules, A, (const T*)A.in + (first + i) * A.n, row);
+    good[i] = collect<K, T>(task.rules, A, (const T*)A.x + (first + i) * A.n, row);
     if (!good[i]) row.n = 0;
   }
   if constexpr (K == POWER_ANY) {
@@ -250,7 +250,7 @@ void forward_item(const void* data, int64_t number, char* scratch) {
     Row<T>& row = rows[i];
     T* w = (T*)A.out + (first + i) * A.n;
     if (!good[i]) {
-      bad_row(A, (const T*)A.in + (first + i) * A.n, w);
+      bad_row(A, (const T*)A.x + (first + i) * A.n, w);
       continue;
     }
     const Stats<T> stats = finish<K, T>(task.rules, row, sigma[i]);
@@ -317,7 +317,7 @@ void backward_item(const void* data, int64_t number, char* scratch) {
   const T power = (T)(1 - 1 / A.r);
   T* kept = (T*)scratch;
   for (int64_t i = number * task.together; i < smaller((number + 1) * task.together, A.rows); i++) {
-    const T *w = (const T*)A.in + i * A.n, *dw = (const T*)A.dout + i * A.n;
+    const T *w = (const T*)A.x + i * A.n, *dw = (const T*)A.dout + i * A.n;
     T* ds = (T*)A.out + i * A.n;
     if (K == POWER_0) {
       memset(ds, 0, A.n * sizeof(T));

@@ -1,5 +1,5 @@
 // The plain C interface of weight maps: rows of scores in, rows of weights out. One struct of 8-byte fields,
-// filled by backends/maps.py.
+// filled by backends/native.py.
 #pragma once
 #include "engine.h"
 
@@ -11,7 +11,7 @@ struct WeightMap {
   double scale, level, r;
   double least;              // scores up to here are not allowed
   ParallelFor parallel_for;  // null: this thread does everything
-  const void* in;            // scores; in backward the weights
+  const void* x;             // scores; in backward the weights
   const void* dout;          // backward only
   void* out;                 // weights; in backward the gradient of the scores
 };

@@ -27,11 +27,14 @@ from torch import Tensor
 from parzen.backends import engine
 from parzen.backends.engine import TENSORS, gradient_shapes
 from parzen.call import Call
-from parzen.kernels import EVERYWHERE, EXP, MARGIN, POWER, UNIT_MASS
+from parzen.kernels import EVERYWHERE, EXP, MARGIN, NEAREST, POWER, THRESHOLD, UNIT_MASS
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INSTALLED = find_spec("triton") is not None
 WIDEST = 256
+# What the kernels have branches for.
+PROFILES = (EXP, POWER)
+RULES = (EVERYWHERE, UNIT_MASS, THRESHOLD, MARGIN, NEAREST)
 _LONGEST = 2**30
 # Programs for each processor of the GPU; each has scratch memory of its own.
 _PROGRAMS = 4
@@ -341,7 +344,7 @@ def why_not(call: Call) -> str | None:
         return "the Triton engine numbers queries and keys in 30 bits"
     if q.device.type == "cuda" and _capability(q.device) < (8, 0):
         return "the Triton engine needs a GPU of compute capability 8.0 or newer"
-    return call.form.beyond
+    return engine.unknown(call.form, "the Triton engine", PROFILES, RULES)
 
 
 def run(call: Call) -> Tensor:
