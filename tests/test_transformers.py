@@ -1,6 +1,7 @@
 """Kernels as attention implementations of transformers, in its own models with random weights."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -683,3 +684,120 @@ def test_what_has_another_implementation_is_not_looked_at():
     model.bert.encoder.layer[1].spare = own_code("MPNet").mpnet.encoder.layer[1].attention.attn
     model.set_attn_implementation("sdpa")
     assert model.config._attn_implementation == "sdpa"
+
+
+# ---- what the first call shows -------------------------------------------------------------------
+
+
+def weigh(scores):
+    return scores.softmax(-1)
+
+
+class ByHelperAttention(nn.Module):
+    """Its softmax is in a function that it calls."""
+
+    def forward(self, hidden_states, **kwargs):
+        return weigh(hidden_states @ hidden_states.mT) @ hidden_states, None
+
+
+class SkippingAttention(type(make("llama").model.layers[0].self_attn)):
+    """Knows the interface, and goes another way."""
+
+    def forward(self, hidden_states, **kwargs):
+        if hidden_states.shape[1] > 100:
+            return transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"], None
+        return hidden_states, None
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (ByHelperAttention, "has attention code of its own"),
+        (SkippingAttention, "ended without the attention"),
+    ],
+)
+def test_a_layer_that_does_not_call_us_is_found_at_the_first_call(layer, why):
+    model, given = make("llama", "eager"), inputs("llama")
+    attn = layer(model.config, 1) if layer is SkippingAttention else layer()
+    model.model.layers[1].self_attn = attn
+    model.set_attn_implementation("parzen:biweight")
+    message = (
+        rf"cannot have parzen:biweight: its layer model\.layers\.1\.self_attn \({layer.__name__}\) {why}"
+    )
+    with pytest.raises(ValueError, match=message):
+        model(**given)
+    model.set_attn_implementation("eager")
+    model(**given)
+
+
+def test_the_first_call_is_watched_and_no_other():
+    model, given = make("llama"), inputs("llama")
+    hooked = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
+    assert hooked == [layer.self_attn for layer in model.model.layers]
+    expected = copy.deepcopy(model)(**given).logits
+    assert_close(pickle.loads(pickle.dumps(model))(**given).logits, expected)
+    # One that ends by an exception says nothing.
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            model(given["input_ids"] + VOCAB)
+    seen = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *args: seen.append(1))
+    assert_close(model(**given).logits, expected)
+    assert seen == [1]
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in hooked]
+    assert hooks == [(1, 0), (0, 0)]
+    assert not hooked[0]._forward_hooks_always_called
+
+
+def test_an_interrupted_first_call_leaves_nothing_behind():
+    model, given = make("llama"), inputs("llama")
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].self_attn.o_proj.register_forward_hook(interrupt)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            model(**given)
+    handle.remove()
+    model(**given)
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("Mamba", {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": VOCAB}),
+        ("ResNet", {"embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}),
+    ],
+)
+def test_a_model_without_attention_is_refused(name, fields):
+    config, cls = getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}Model")
+    message = f"{name}Model cannot have parzen:biweight: it has no layer with an attention"
+    with pytest.raises(ValueError, match=message):
+        cls._from_config(config(**fields), attn_implementation="parzen:biweight")
+    model = cls._from_config(config(**fields))
+    with pytest.raises(ValueError, match=message):
+        model.set_attn_implementation("parzen:biweight")
+
+
+@pytest.mark.parametrize("name", ["AlignText", "Aimv2Text"])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_masks_that_transformers_leaves_out_for_layers_that_do_not_say_is_causal(name, side, witnessed):
+    """The first is no decoder and has no ``is_causal``; the second is one, and has False."""
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, "eos_token_id": 2})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}Model")._from_config(config, attn_implementation="eager").eval()
+    for p in model.parameters():
+        p.data.mul_(4 if p.ndim == 2 else 1)
+    given = inputs("bert")
+    if side != "none":
+        given["attention_mask"][0, slice(0, 3) if side == "left" else slice(-3, None)] = 0
+    seen = given["attention_mask"].bool()
+    with torch.no_grad():
+        for kernel in ("gaussian", "biweight"):
+            model.set_attn_implementation(witnessed(kernel))
+            expected = model(**given).last_hidden_state
+            model.set_attn_implementation(f"parzen:{kernel}")
+            ours = model(**given).last_hidden_state
+            assert_close(ours[seen], expected[seen], rtol=1e-4, atol=1e-4)

@@ -14,13 +14,15 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -68,10 +70,41 @@ def register(*names: str) -> tuple[str, ...]:
     for name, k in chosen.items():
         AttentionInterface.register(name, attention_function(k))
         # Without a mask function of the same name transformers makes no mask: padding would be attended to.
-        AttentionMaskInterface.register(name, sdpa_mask)
+        AttentionMaskInterface.register(name, boolean_mask)
     _watch()
     return tuple(chosen)
 
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+# By the class of a config: what the layers with such a config have as ``is_causal``.
+_causal: dict[type, set[bool | None]] = {}
+
+
+def boolean_mask(
+    *,
+    config: Any = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """transformers' ``sdpa_mask``, leaving a mask out only where every layer is known to fill it in alike.
+
+    None stands for a causal mask and for none at all, and the layer tells by its ``is_causal``. Some have no
+    such attribute, or the other one, and then transformers' own SDPA and eager attention differ.
+    """
+    kinds = _causal.get(type(config), {None})
+    # Those who wrote both kinds, of an encoder and a decoder, have told them apart.
+    both = None not in kinds and getattr(config, "is_encoder_decoder", False)
+    return sdpa_mask(
+        config=config,
+        allow_is_causal_skip=allow_is_causal_skip and (both or kinds == {True}),
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip and (both or kinds == {False}),
+        **kwargs,
+    )
+
+
+# ---- models that a kernel does not reach ---------------------------------------------------------
 
 # What a layer that attends by itself has in its code.
 OWN = (
@@ -88,45 +121,178 @@ def check(model: PreTrainedModel) -> None:
 
     A layer with attention code of its own would go on with softmax, and add to its scores the boolean mask
     that is made for us: neither causal nor padded any longer, without a word. Looked at is the code of each
-    layer's class, by name, once, when a model is made or its attention is set; a call costs nothing.
+    layer's class, by name, once, when a model is made or its attention is set; and what each layer does when
+    it is called for the first time, see ``Watch``. Later calls cost nothing.
 
     Raises:
         ValueError: one does not; the message has its name, its class, and what to do.
     """
     configs: dict[str, Any] = {}
+    reached, asked = False, ""
     for name, module in model.named_modules():
         # A layer without a config has that of what it is part of; parents come first.
         config = getattr(module, "config", None) or configs.get(name.rpartition(".")[0])
         configs[name] = config
         chosen = getattr(config, "_attn_implementation", None) or ""
-        if chosen.startswith(PREFIX) and _attends_by_itself(module):
-            raise ValueError(
-                f"{type(model).__name__} cannot have {chosen}: its layer {name} ({type(module).__name__}) "
-                "has attention code of its own, which the kernel does not reach; load the model with "
-                'attn_implementation="eager"'
-            )
+        if not chosen.startswith(PREFIX):
+            continue
+        asked = chosen
+        if _attends_by_itself(module):
+            raise _cannot(type(model).__name__, chosen, name, module, OWN_CODE)
+        calls, converted = _calls_the_interface(module), _converted(module)
+        if calls:
+            _causal.setdefault(type(config), set()).add(getattr(module, "is_causal", None))
+        if calls or (_is_named_attention(type(module)) and not converted):  # type: ignore[arg-type]
+            Watch(type(model).__name__, name, config).put_on(module)
+        reached = reached or calls or converted
+    if asked and not reached and not _is_being_made_within_another(model):
+        raise ValueError(
+            f"{type(model).__name__} cannot have {asked}: it has no layer with an attention that the kernel "
+            "could replace; leave attn_implementation out"
+        )
+
+
+OWN_CODE = "has attention code of its own, which the kernel does not reach"
+
+
+def _cannot(model: str, chosen: str, name: str, module: nn.Module, why: str) -> ValueError:
+    return ValueError(
+        f"{model} cannot have {chosen}: its layer {name} ({type(module).__name__}) {why}; load the model "
+        'with attn_implementation="eager"'
+    )
+
+
+def _is_being_made_within_another(model: PreTrainedModel) -> bool:
+    makers = (f.f_locals.get("self") for f in _frames() if f.f_code.co_name == "__init__")
+    return any(isinstance(maker, PreTrainedModel) and maker is not model for maker in makers)
+
+
+def _converted(module: nn.Module) -> bool:
+    return isinstance(getattr(module, CHILD, None), Attention)
 
 
 def _attends_by_itself(module: nn.Module) -> bool:
     """Whether it is an attention layer that neither calls the interface nor was converted."""
-    if isinstance(getattr(module, CHILD, None), Attention) or isinstance(module, PreTrainedModel):
+    if _converted(module) or isinstance(module, PreTrainedModel):
         return False
     return _own(type(module))  # type: ignore[arg-type]
 
 
+def _calls_the_interface(module: nn.Module) -> bool:
+    return not isinstance(module, PreTrainedModel) and _mentions(type(module), "ALL_ATTENTION_FUNCTIONS")  # type: ignore[arg-type]
+
+
 @functools.cache
-def _own(cls: type) -> bool:
+def _is_named_attention(cls: type) -> bool:
     # They weigh places of an image, or features, or are a model's last step, and take no mask of ours.
     if any(part in cls.__name__ for part in ("Deformable", "GatedAttention", "AttentionMap", "AttnBlock")):
         return False
-    if issubclass(cls, nn.MultiheadAttention) or cls.__name__.endswith("PoolingHead"):
+    if issubclass(cls, nn.MultiheadAttention | PreTrainedModel) or cls.__name__.endswith("PoolingHead"):
         return False
-    if not any(part in cls.__name__ for part in ("Attention", "Attn")):
-        return False
-    mro = [c for c in cls.__mro__ if c is not nn.Module]
-    if any(mentions(c, "ALL_ATTENTION_FUNCTIONS") for c in mro):
-        return False
-    return any(mentions(c, name) for c in mro for name in OWN)
+    return any(part in cls.__name__ for part in ("Attention", "Attn"))
+
+
+@functools.cache
+def _mentions(cls: type, *names: str) -> bool:
+    return any(mentions(c, name) for c in cls.__mro__ if c is not nn.Module for name in names)
+
+
+@functools.cache
+def _own(cls: type) -> bool:
+    named = _is_named_attention(cls)
+    return named and not _mentions(cls, "ALL_ATTENTION_FUNCTIONS") and _mentions(cls, *OWN)
+
+
+class _Running(threading.local):
+    """The watches of the layers that this thread is within, innermost last."""
+
+    def __init__(self) -> None:
+        self.seen: list[Seen] = []
+
+
+_running = _Running()
+
+
+OURS = {attention.__code__, attention_weights.__code__}
+
+
+class Seen(TorchFunctionMode):
+    """What happens within a layer, whose call is ``frame``.
+
+    Attributes:
+        kernel: whether ours was called.
+        own: whether softmax was, by others.
+    """
+
+    def __init__(self, frame: Any) -> None:
+        super().__init__()
+        self.frame, self.kernel, self.own = frame, False, False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in OWN and not any(f.f_code in OURS for f in _frames()):
+            self.own = True
+        return function(*args, **(kwargs or {}))
+
+
+def _frames() -> Iterator[Any]:
+    """Those of the calls under way, innermost first."""
+    frame: Any = sys._getframe()
+    while frame := frame.f_back:
+        yield frame
+
+
+class Watch:
+    """Looks on while a layer with ``parzen:…`` is called for the first time, and is then taken off.
+
+    Raises:
+        ValueError: the layer attended without the kernel, or calls the interface in its code and did not.
+    """
+
+    def __init__(self, model: str, name: str, config: Any) -> None:
+        self.model, self.name, self.config = model, name, config
+
+    def put_on(self, module: nn.Module) -> None:
+        """Watches the next call of ``module``, in place of another watch."""
+        self.take_off(module)
+        module.register_forward_pre_hook(self.before)
+        module.register_forward_hook(self.after, always_call=True)
+
+    @staticmethod
+    def take_off(module: nn.Module) -> None:
+        """No longer, if at all."""
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), Watch):
+                    del hooks[key]
+                    module._forward_hooks_always_called.pop(key, None)
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """What the layer does from now on is seen."""
+        if torch.compiler.is_compiling():
+            return
+        # What was interrupted from outside is still there.
+        frames = list(_frames())
+        while _running.seen and _running.seen[-1].frame not in frames:
+            _running.seen.pop().__exit__(None, None, None)
+        _running.seen.append(Seen(sys._getframe(1)))
+        _running.seen[-1].__enter__()
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Judges what it did, unless it ended by an exception."""
+        if torch.compiler.is_compiling() or not _running.seen:
+            return
+        seen = _running.seen.pop()
+        seen.__exit__(None, None, None)
+        if output is None:
+            return
+        self.take_off(module)
+        chosen = self.config._attn_implementation or ""
+        if seen.kernel or not chosen.startswith(PREFIX):
+            return
+        if seen.own:
+            raise _cannot(self.model, chosen, self.name, module, OWN_CODE)
+        if _calls_the_interface(module):
+            raise _cannot(self.model, chosen, self.name, module, "ended without the attention of its config")
 
 
 def _refuse_tables(model: PreTrainedModel, chosen: str) -> None:
@@ -231,6 +397,9 @@ def attention_function(k: Kernel) -> Attend:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        if not torch.compiler.is_compiling():
+            for seen in _running.seen:
+                seen.kernel = True
         for name, what in REFUSED.items():
             if kwargs.get(name) is not None:
                 raise ValueError(
