@@ -12,7 +12,13 @@ from types import ModuleType
 from parzen.backends import cpu, reference, sdpa, triton
 from parzen.call import Call
 
-BACKENDS: dict[str, ModuleType] = {"sdpa": sdpa, "cpu": cpu, "triton": triton, "reference": reference}
+# In the order in which they are asked.
+BACKENDS: dict[str, ModuleType] = {
+    "sdpa": sdpa,
+    "cpu": cpu,
+    "triton": triton,
+    "reference": reference,
+}
 
 
 def choose(call: Call, name: str = "auto") -> tuple[str, ModuleType]:

@@ -86,8 +86,11 @@ def reproduce(target: str, request: Request) -> int:
     asked = [row for name, row in targets().items() if target in (name, "all")]
     plan: Plan = {}
     for row in asked:
-        if row.trained:
+        if row.trained and request.scale in row.trained.scales:
             plan |= planned(row.trained, request)
+        elif row.trained and target != "all":
+            known = ", ".join(row.trained.scales)
+            raise UserError(f"{row.where} has no runs at the scale {request.scale}; it has {known}")
     sets = [part for several in plan.values() for part in several]
     for part in sets:
         if part.missing and not request.dry:
