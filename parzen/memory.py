@@ -9,8 +9,6 @@ threshold are read, and the values of the support. For everything else an eighth
 
 from __future__ import annotations
 
-import json
-import os
 from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parzen import store
 from parzen.backends import choose, recall, reference
 from parzen.backends.recall import CHUNK, Codes
 from parzen.call import Call, check_flags, check_scale, check_tensor, check_window, make, restore
@@ -367,8 +366,6 @@ class KeyValueMemory:
             OSError: the file cannot be written.
             ImportError: ``safetensors`` is not installed.
         """
-        from safetensors.torch import save_file
-
         chosen, tensors = _plain(self.kernel)
         tensors |= {"keys": self.keys, "values": self.values}
         if isinstance(self.scale, Tensor):
@@ -381,17 +378,7 @@ class KeyValueMemory:
             "value_dim": self.value_dim,
             "scale": None if isinstance(self.scale, Tensor) else self.scale,
         }
-        path = Path(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            save_file(
-                {name: x.cpu().contiguous() for name, x in tensors.items()},
-                beside,
-                {"parzen.memory": json.dumps(settings)},
-            )
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        store.write(path, "parzen.memory", settings, tensors)
 
     @classmethod
     def load(cls, path: str | Path, device: str | torch.device = "cpu") -> KeyValueMemory:
@@ -402,24 +389,15 @@ class KeyValueMemory:
             ValueError: it is damaged, or was not written by ``save``.
             ImportError: ``safetensors`` is not installed.
         """
-        from safetensors import SafetensorError, safe_open
-
-        with Path(path).open("rb"):
-            pass  # what the system says of a missing file is clearer
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                settings = json.loads((file.metadata() or {})["parzen.memory"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-            memory = cls._from(settings, tensors, device)
-        except (SafetensorError, ValueError, TypeError, KeyError, RecursionError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{path} is damaged, or no file of KeyValueMemory.save ({what})") from error
-        return memory
+        with store.reading(path, "parzen.memory", "KeyValueMemory.save") as (settings, tensors):
+            return cls._from(settings, tensors, device)
 
     @classmethod
-    def _from(cls, settings: Any, tensors: dict[str, Tensor], device: str | torch.device) -> KeyValueMemory:
+    def _from(
+        cls, settings: dict[str, Any], tensors: dict[str, Tensor], device: str | torch.device
+    ) -> KeyValueMemory:
         names = {"format", "kernel", "heads", "head_dim", "value_dim", "scale"}
-        if not isinstance(settings, dict) or set(settings) != names:
+        if set(settings) != names:
             raise ValueError("the settings are not those of a memory")
         if settings.pop("format") != _FORMAT:
             raise ValueError(f"another version of the format than {_FORMAT}")

@@ -17,16 +17,19 @@ Source: Nadaraya (1964), Watson (1964); local linear: Fan (1992); arXiv 2601.227
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from parzen import kernels
-from parzen.attention import attention, attention_weights, weights
+from parzen import kernels, store
+from parzen.attention import attention, weights
 from parzen.kernels import Kernel, Nearest, Power, UnitMass, UnitNorm, WithinRadius
 
 try:
@@ -45,12 +48,39 @@ try:
 except ImportError as error:
     raise ImportError("parzen.regression needs scikit-learn: pip install 'parzen[sklearn]'") from error
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
 # Bandwidths are searched on so many points at most, from so many starts on fewer.
 _TUNED, _TRIED, _STARTS = 4096, 512, 2
-# Rows that are left out one by one for residuals, and scores held at once.
+# Rows that are left out one by one for residuals, and numbers held at once.
 _LEFT_OUT, _SCORES = 2048, 2**24
+# What a file of a model holds: its numbers, and its tensors with the names of their axes.
+_FORMAT = "parzen.regression/1"
+_SETTINGS = ("n_features_in_", "_flat", "_rows", "loo_score_", "effective_df_", "n_support_")
+_SHAPES = {
+    "z": ("points", "coordinates"),
+    "weight": ("points",),
+    "y": ("points", "outputs"),
+    "square": ("points", "outputs"),
+    "_point": ("kept",),
+    "_row": ("kept",),
+    "_share": ("kept",),
+    "_centre": ("features",),
+    "_spread": ("features",),
+    "_map": ("features", "coordinates"),
+    "_scaled": ("bandwidths",),
+    "bandwidth_": ("given",),
+    "_mean": ("outputs",),
+    "_residual": ("left out", "outputs"),
+    "_residual_weight": ("left out",),
+}
+# Queries at once.
+_BLOCK = 2**16
+# Columns of a learned map before it is narrowed.
+_WIDE = 16
 # Of each feature's bandwidth, times its starting value.
 _WIDEST = 1e3
 _WIDEST_LOCAL_LINEAR = 64
@@ -100,6 +130,9 @@ class _KernelEstimator(BaseEstimator):
     """What regression and classification share: the points, the bandwidths, the neighbourhoods."""
 
     _centred = True
+    _map: Tensor | None
+    map_: Array
+    bandwidth_: Array
 
     def __init__(
         self,
@@ -108,14 +141,20 @@ class _KernelEstimator(BaseEstimator):
         bandwidth: Any = "cv",
         degree: int = 0,
         metric: str = "euclidean",
+        features: Any = "scale",
         outside: str = "nearest",
+        refine: bool = False,
+        verbose: bool = False,
         random_state: Any = None,
     ) -> None:
         self.kernel = kernel
         self.bandwidth = bandwidth
         self.degree = degree
         self.metric = metric
+        self.features = features
         self.outside = outside
+        self.refine = refine
+        self.verbose = verbose
         self.random_state = random_state
 
     # ---- fitting ---------------------------------------------------------------------------------
@@ -138,6 +177,15 @@ class _KernelEstimator(BaseEstimator):
                 f"degree=1 solves for every feature in every neighbourhood: at most {_WIDEST_LOCAL_LINEAR}, "
                 f"got {features}; choose features, or degree=0"
             )
+        learned = self.features == "learn" or (
+            isinstance(self.features, Integral)
+            and not isinstance(self.features, bool)
+            and int(self.features) > 0
+        )
+        if not learned and self.features != "scale":
+            raise ValueError(f"features must be 'scale', 'learn' or a number > 0, got {self.features!r}")
+        if learned and (self.metric != "euclidean" or not isinstance(self.bandwidth, str)):
+            raise ValueError("learned features need metric='euclidean' and bandwidth='cv'")
         return kernel
 
     def _check_directions(self, X: Array) -> None:
@@ -164,12 +212,13 @@ class _KernelEstimator(BaseEstimator):
     def _standardised(self, X: Array) -> Tensor:
         x = np.asarray(X, dtype=np.float64)
         if self.metric == "euclidean":
-            return torch.from_numpy((x - self._centre) / self._spread)
+            z = torch.from_numpy((x - self._centre) / self._spread)
+            return z if self._map is None else z @ self._map
         return torch.from_numpy(x / self._spread / np.linalg.norm(x / self._spread, axis=1, keepdims=True))
 
     def _fit(self, X: Array, y: Array, sample_weight: Any) -> None:
         """Points, bandwidths and residuals for targets y (rows, outputs)."""
-        self._kernel, self._tree = self._check_parameters(X.shape[1]), None
+        self._kernel, self._tree, self._map = self._check_parameters(X.shape[1]), None, None
         self._check_directions(X)
         fixed = self._fixed_bandwidth(X.shape[1])
         weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
@@ -203,93 +252,178 @@ class _KernelEstimator(BaseEstimator):
         random = check_random_state(self.random_state)
         unit = self._spread if euclidean else np.ones(1)
         if fixed is None:
-            self.bandwidth_ = self._search(random) * unit
+            h = torch.from_numpy(self._search(random.permutation(len(distinct))[:_TUNED]))
         else:
-            self.bandwidth_ = fixed
-        self._scaled = torch.from_numpy(self.bandwidth_ / unit)
-        self._leave_out(random)
-        few = euclidean and X.shape[1] <= _TREE_FEATURES and len(distinct) >= _TREE_POINTS
-        if few and self._kernel.compact and self.n_support_ < len(distinct) / 16:
-            self._tree = KDTree((self._points.z / self._scaled).numpy())
+            h = torch.from_numpy(fixed / unit)
+        self._set_bandwidths(h)
+        rows = np.sort(random.permutation(len(distinct))[:_LEFT_OUT])
+        if fixed is None and self.refine and len(distinct) > _TUNED:
+            self._refine(rows)
+        if self._map is not None:
+            self.map_ = (self._map / self._scaled).numpy() / self._spread[:, None]
+            with np.errstate(divide="ignore"):
+                self.bandwidth_ = 1 / np.linalg.norm(self.map_, axis=1)
+        else:
+            # A bandwidth that was given comes back as it is.
+            self.bandwidth_ = fixed if fixed is not None else self._scaled.numpy() * unit
+        self._assess(rows)
 
-    def _search(self, random: Any) -> Array:
-        """The bandwidths with the least leave-one-out error, in units of the spread."""
-        points = self._points
+    def _search(self, order: Array) -> Array:
+        """The bandwidths with the least leave-one-out error of the points ``order``, in units of the spread,
+        carried to all; learned features replace the points.
+        """
+        points, kernel = self._points, self._kernel
         n, d = points.z.shape
-        varying = max(1, int(self._varying.sum())) if self.metric == "euclidean" else max(1, d - 1)
-        order = random.permutation(n)[:_TUNED]
         m = len(order)
+        varying = max(1, int(self._varying.sum())) if self.metric == "euclidean" else max(1, d - 1)
         # Silverman's rule, for features of spread 1.
         rule = np.full(1 if self.metric == "cosine" else d, max(m, 2) ** (-1 / (varying + 4)))
         # A uniform weight on the k nearest does not depend on a common bandwidth.
-        if m < 3 or (isinstance(self._kernel.rule, Nearest) and isinstance(self._kernel.profile, Power)):
-            return rule
-        tried, tuned = points.part(order[:_TRIED]), points.part(order)
-        factors = np.geomspace(0.05, 20, 13)
-        losses = [self._error(torch.from_numpy(np.log(rule * f)), tried).item() for f in factors]
-        best = np.argsort(losses, kind="stable")[:_STARTS]
-        found = [self._descend(np.log(rule * factors[i]), tried, 30) for i in best]
-        h = min(found, key=lambda one: one[0])[1]
-        if m > _TRIED:
-            carried = h - 0.5 * law(self._kernel, varying) * math.log(m / _TRIED)
-            h = self._descend(carried, tuned, 12)[1]
-        return np.exp(h - 0.5 * law(self._kernel, varying) * math.log(n / m))
+        h = rule
+        if m >= 3 and not (isinstance(kernel.rule, Nearest) and isinstance(kernel.profile, Power)):
+            tried, tuned = points.part(order[:_TRIED]), points.part(order)
+            factors = np.geomspace(0.05, 20, 13)
+            losses = [self._error(torch.from_numpy(np.log(rule * f)), tried).item() for f in factors]
+            found = []
+            for i in np.argsort(losses, kind="stable")[:_STARTS]:
+                found.append(self._descend(self._error, np.log(rule * factors[i]), tried, 30))
+                self._say(f"start {len(found)} of {_STARTS}, {len(tried.z):,} points", found[-1][0])
+            error, log_h = min(found, key=lambda one: one[0])
+            if m > _TRIED:
+                log_h = log_h - 0.5 * law(kernel, varying) * math.log(m / _TRIED)
+                error, log_h = self._descend(self._error, log_h, tuned, 12)
+                self._say(f"{m:,} points", error)
+            h = np.exp(log_h)
+        if self.features != "scale":
+            rank = min(varying, 4 if self.features == "learn" else int(self.features))
+            chosen = self._learn(h, rank, points.part(order))
+            self._map, self._points = chosen, replace(points, z=points.z @ chosen)
+            varying, h = rank, np.ones(rank)
+        return h * np.exp(-0.5 * law(kernel, varying) * math.log(n / m))
 
-    def _descend(self, start: Array, points: _Points, steps: int) -> tuple[float, Array]:
-        """Least error and log bandwidths, from ``start`` down the gradient."""
-        step = isinstance(self._kernel.profile, Power) and self._kernel.profile.r == 0
+    def _learn(self, h: Array, rank: int, points: _Points) -> Tensor:
+        """A map z ↦ zA of the features to a few, in units of the bandwidth: (features, rank).
 
-        def value(log_h: Array) -> tuple[float, Array]:
-            h = torch.tensor(log_h, requires_grad=True)
-            error = self._error(h, points)
-            (slope,) = torch.autograd.grad(error, h)
-            return error.item(), slope.numpy()
+        It goes down the gradient of the leave-one-out error, first from the features of the least bandwidths
+        with room to turn, then from the main axes of what that found.
 
-        if step:
+        Source: Weinberger, Tesauro (2007), *Metric learning for kernel regression*.
+        """
+        wide = max(rank, min(len(h), _WIDE))
+        start = np.zeros((len(h), wide))
+        most = np.argsort(h)[:wide]
+        start[most, np.arange(wide)] = 1 / h[most]
+
+        def error(flat: Tensor, points: _Points) -> Tensor:
+            moved = replace(points, z=points.z @ flat.reshape(len(h), -1))
+            return self._error(flat.new_zeros(moved.z.shape[1]), moved)
+
+        found, flat = self._descend(error, start.ravel(), points, 60, bounded=False)
+        axes, size, _ = np.linalg.svd(flat.reshape(len(h), wide), full_matrices=False)
+        found, flat = self._descend(error, (axes * size)[:, :rank].ravel(), points, 60, bounded=False)
+        self._say(f"{rank} learned features, {len(points.z):,} points", found)
+        return torch.from_numpy(flat.reshape(-1, rank))
+
+    def _descend(
+        self,
+        error: Callable[[Tensor, _Points], Tensor],
+        start: Array,
+        points: _Points,
+        steps: int,
+        bounded: bool = True,
+    ) -> tuple[float, Array]:
+        """Least error and where it is, from ``start`` down the gradient."""
+
+        def value(x: Array) -> tuple[float, Array]:
+            here = torch.tensor(x, requires_grad=True)
+            size = error(here, points)
+            (slope,) = torch.autograd.grad(size, here)
+            return size.item(), slope.numpy()
+
+        if isinstance(self._kernel.profile, Power) and self._kernel.profile.r == 0:
             # A step has no slope: what the common factors found stays.
-            return self._error(torch.from_numpy(start), points).item(), start
+            return error(torch.from_numpy(start), points).item(), start
         reach = math.log(_WIDEST)
-        bounds = [(x - reach, x + reach) for x in start]
+        bounds = [(x - reach, x + reach) for x in start] if bounded else None
         result = minimize(
             value, start, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": steps}
         )
         return float(result.fun), result.x
 
+    def _refine(self, rows: Array) -> None:
+        """Of the bandwidths and those times ½ … 2 take the ones with the least error on all points."""
+        h, part = self._scaled, self._points.part(rows)
+        weight = (part.weight / part.weight.sum())[:, None]
+        variance = float((weight * (part.y - (weight * part.y).sum(0)) ** 2).sum())
+        self.refined_: dict[float, float] = {}
+        for factor in (1.0, 0.5, 2**-0.5, 2**0.5, 2.0):
+            self._set_bandwidths(h * factor)
+            error = float((weight * (part.y - self._leave_out(rows)) ** 2).sum())
+            self.refined_[factor] = error / max(variance, 1e-300)
+            self._say(f"bandwidths times {factor:.2f}, {len(self._points.z):,} points", self.refined_[factor])
+        self._set_bandwidths(h * min(self.refined_, key=self.refined_.__getitem__))
+
+    def _say(self, what: str, error: float) -> None:
+        if self.verbose:
+            print(f"{type(self).__name__}: {what}: leave-one-out error {error:.4f} of the variance")
+
     def _error(self, log_h: Tensor, points: _Points) -> Tensor:
         """Mean squared leave-one-out error, weighted, in units of the targets' variance."""
         n = len(points.z)
         others = ~torch.eye(n, dtype=torch.bool)
-        fit = self._look(points.z, points, log_h.exp(), others)
-        mean = self._fill(fit, points.z, points, log_h.detach().exp(), others)
+        mean, _ = self._means(points.z, points, log_h.exp(), others)
         weight = points.weight / points.weight.sum()
         variance = (weight[:, None] * (points.y - weight @ points.y) ** 2).sum()
         return (weight[:, None] * (points.y - mean) ** 2).sum() / variance.clamp_min(1e-300)
 
-    def _leave_out(self, random: Any) -> None:
-        """Residuals of rows left out one at a time (at most 2,048 of them), and what follows from them."""
+    def _set_bandwidths(self, h: Tensor) -> None:
+        """Take h, in units of the spread, and a tree of the points where it pays."""
+        self._scaled, self._tree = h, None
+        z = self._points.z
+        n, d = z.shape
+        few = self.metric == "euclidean" and d <= _TREE_FEATURES and n >= _TREE_POINTS
+        if not (few and self._kernel.compact):
+            return
+        q, k = self._sides(z[:: math.ceil(n * n / _SCORES)], self._points, h)
+        support = (weights(q @ k.T, self._kernel) > 0).sum(1).double().mean()
+        if support < n / 16:
+            self._tree, self._count = KDTree((z / h).numpy()), math.ceil(1.25 * float(support)) + 8
+
+    def _leave_out(self, rows: Array) -> Tensor:
+        """What the points ``rows`` would get without themselves: (rows, outputs)."""
         points, n = self._points, len(self._points.z)
-        rows = np.sort(random.permutation(n)[:_LEFT_OUT])
+        some = torch.from_numpy(rows)
+        if n == 1:
+            return torch.full_like(points.y[some], torch.nan)
+        if self._tree is not None:
+            return self._means(points.z[some], points, self._scaled, without=rows)[0]
+        found = torch.empty_like(points.y[some])
+        # A byte for each pair.
+        step = max(1, 4 * _SCORES // n)
+        for start in range(0, len(rows), step):
+            here = some[start : start + step]
+            others = torch.ones(len(here), n, dtype=torch.bool)
+            others[torch.arange(len(here)), here] = False
+            found[start : start + step] = self._means(points.z[here], points, self._scaled, others)[0]
+        return found
+
+    def _assess(self, rows: Array) -> None:
+        """Residuals of the points ``rows``, left out one at a time, and what follows from them."""
+        points, n = self._points, len(self._points.z)
         part = points.part(rows)
-        found = torch.empty_like(part.y)
-        if n > 1:
-            step = max(1, _SCORES // n)
-            for start in range(0, len(rows), step):
-                some = torch.from_numpy(rows[start : start + step])
-                others = torch.ones(len(some), n, dtype=torch.bool)
-                others[torch.arange(len(some)), some] = False
-                fit = self._look(points.z[some], points, self._scaled, others)
-                found[start : start + step] = self._fill(fit, points.z[some], points, self._scaled, others)
-        else:
-            found.fill_(torch.nan)
+        found = self._leave_out(rows)
         self._residual = (part.y - found).numpy()
         self._residual_weight = part.weight.numpy()
         self._left_out = found.numpy() + self._mean
         # What each point weighs in its own fit, and how many have weight there.
-        some = torch.from_numpy(rows[:: max(1, len(rows) * n // _SCORES)])
-        q, k = self._sides(points.z[some], points, self._scaled)
-        w = weights(q @ k.T, **self._options(self._scaled))
-        self.effective_df_ = float(w[torch.arange(len(some)), some].mean() * n)
-        self.n_support_ = float((w > 0).sum(1).double().mean())
+        own, support = 0.0, 0
+        if self._tree is None:
+            rows = rows[:: math.ceil(len(rows) * n / (4 * _SCORES))]
+        for some, index, w in self._neighbourhoods(points.z[torch.from_numpy(rows)], self._kernel):
+            own += float(w[index == torch.from_numpy(rows[some])[:, None]].sum())
+            support += int((w > 0).sum())
+        self.effective_df_ = own / len(rows) * n
+        self.n_support_ = support / len(rows)
 
     # ---- neighbourhoods --------------------------------------------------------------------------
 
@@ -304,8 +438,8 @@ class _KernelEstimator(BaseEstimator):
         top = 1.0 if isinstance(self._kernel.rule, WithinRadius) else 0.0
         return torch.cat([q, one_q, top - half_q], -1), torch.cat([k, -half_k, one_k], -1)
 
-    def _options(self, h: Tensor) -> dict[str, Any]:
-        return {"kernel": self._kernel, "scale": h**-2 if self.metric == "cosine" else 1.0}
+    def _scale(self, h: Tensor) -> Any:
+        return h**-2 if self.metric == "cosine" else 1.0
 
     def _columns(self, x: Tensor, weight: Tensor, y: Tensor, square: Tensor) -> Tensor:
         """What is averaged around a query, of points with coordinates x: (..., columns)."""
@@ -316,57 +450,89 @@ class _KernelEstimator(BaseEstimator):
             values += [weight * x, weight * outer.flatten(-2), weight * cross.flatten(-2)]
         return torch.cat(values, -1)
 
-    def _averages(self, z: Tensor, points: _Points, h: Tensor, allowed: Tensor | None) -> Tensor:
+    def _averages(
+        self, z: Tensor, points: _Points, h: Tensor, kernel: Kernel, allowed: Tensor | None
+    ) -> Tensor:
         """Σ_j w_j(z) columns_j, with coordinates from the origin: (queries, columns)."""
         q, k = self._sides(z, points, h)
         columns = self._columns(points.z, points.weight, points.y, points.square)
-        return attention(q, k, columns, allowed, **self._options(h))
+        return attention(q, k, columns, allowed, kernel=kernel, scale=self._scale(h))
 
-    def _near(self, z: Tensor, tree: KDTree) -> Tensor:
-        """As ``_averages``, with coordinates from each query, from its nearest points alone.
+    def _neighbourhoods(
+        self, z: Tensor, kernel: Kernel, without: Array | None = None, width: int = 1
+    ) -> Iterator[tuple[Array, Tensor, Tensor]]:
+        """Which points have weight around each of z, block by block: queries, points (·, m), weights (·, m).
+
+        ``without`` names a point for each query that is left out (where there is a tree), ``width`` says how
+        many numbers will be gathered for each point.
 
         Weight falls with distance, and the threshold on some of the points is never above that on all: where
         the last of the nearest has no weight, no other point has.
         """
-        points, h = self._points, self._scaled
-        # Of degree 0 nothing is measured from the query.
-        columns = self._columns(points.z, points.weight, points.y, points.square)
-        width = columns.shape[1]
-        out = z.new_empty(len(z), width)
+        n, h = len(self._points.z), self._scaled
+        if self._tree is None:
+            every = torch.arange(n)
+            step = max(1, _SCORES // n)
+            for start in range(0, len(z), step):
+                q, k = self._sides(z[start : start + step], self._points, h)
+                yield np.arange(start, start + len(q)), every, weights(q @ k.T, kernel, scale=self._scale(h))
+            return
         # Queries next to each other find their points in the cache.
-        left, count = KDTree((z / h).numpy()).indices, math.ceil(1.25 * self.n_support_) + 8
+        left, count = KDTree((z / h).numpy()).indices if len(z) else np.arange(0), self._count
         while left.size:
-            count, more = min(count, len(points.z)), [left[:0]]
+            count, more = min(count, n), [left[:0]]
             step = max(1, _SCORES // (16 * count * width))
             for start in range(0, len(left), step):
                 some = left[start : start + step]
-                found = tree.query((z[some] / h).numpy(), k=count, workers=torch.get_num_threads())
+                found = self._tree.query((z[some] / h).numpy(), k=count, workers=torch.get_num_threads())
                 distance, index = map(torch.from_numpy, found)
-                w = weights(1 - 0.5 * distance**2, self._kernel)
-                if self.degree == 0:
-                    out[some] = embedding_bag(index, columns, per_sample_weights=w, mode="sum")
-                else:
-                    x = points.z[index] - z[some][:, None]
-                    around = self._columns(x, points.weight[index], points.y[index], points.square[index])
-                    out[some] = (w[:, None] @ around)[:, 0]
-                if count < len(points.z):
-                    more.append(some[(w[:, -1] != 0).numpy()])
+                s = 1 - 0.5 * distance**2
+                if without is not None:
+                    s[index == torch.from_numpy(without[some])[:, None]] = -torch.inf
+                w = weights(s, kernel)
+                whole = (w[:, -1] == 0) if count < n else torch.ones(len(w), dtype=torch.bool)
+                more.append(some[~whole.numpy()])
+                if bool(whole.any()):
+                    yield some[whole.numpy()], index[whole], w[whole]
             left, count = np.concatenate(more), 2 * count
+
+    def _near(self, z: Tensor, kernel: Kernel, without: Array | None) -> Tensor:
+        """As ``_averages``, with coordinates from each query, from the points with weight alone."""
+        points = self._points
+        # Of degree 0 nothing is measured from the query.
+        columns = self._columns(points.z, points.weight, points.y, points.square)
+        out = z.new_empty(len(z), columns.shape[1])
+        for some, index, w in self._neighbourhoods(z, kernel, without, columns.shape[1]):
+            if self.degree == 0:
+                out[some] = embedding_bag(index, columns, per_sample_weights=w, mode="sum")
+            else:
+                x = points.z[index] - z[some][:, None]
+                around = self._columns(x, points.weight[index], points.y[index], points.square[index])
+                out[some] = (w[:, None] @ around)[:, 0]
         return out
 
-    def _look(self, z: Tensor, points: _Points, h: Tensor, allowed: Tensor | None = None) -> _Fit:
+    def _look(
+        self,
+        z: Tensor,
+        points: _Points,
+        h: Tensor,
+        kernel: Kernel,
+        allowed: Tensor | None = None,
+        without: Array | None = None,
+    ) -> _Fit:
         """Weighted means of the targets around z, of degree 0 or 1."""
         d, outputs = z.shape[1], points.y.shape[1]
-        if points is self._points and allowed is None and self._tree is not None and len(z):
-            seen, origin = self._near(z, self._tree), z
+        if points is self._points and allowed is None and self._tree is not None:
+            seen, origin = self._near(z, kernel, without), z
         else:
-            seen, origin = self._averages(z, points, h, allowed), torch.zeros_like(z)
+            seen, origin = self._averages(z, points, h, kernel, allowed), torch.zeros_like(z)
         mass, seen = seen[:, :1], seen[:, 1:]
         empty = mass[:, 0] == 0
         seen = seen / torch.where(mass == 0, 1.0, mass)
         mean, square = seen[:, :outputs], seen[:, outputs : 2 * outputs]
         variance = square - mean**2
-        if self.degree == 1:
+        # Of the nearest alone there is no line.
+        if self.degree == 1 and kernel is self._kernel:
             centre, outer, cross = seen[:, 2 * outputs :].split([d, d * d, d * outputs], 1)
             spread = outer.reshape(-1, d, d) - centre[:, :, None] * centre[:, None]
             slope_of = cross.reshape(-1, d, outputs) - centre[:, :, None] * mean[:, None]
@@ -379,25 +545,34 @@ class _KernelEstimator(BaseEstimator):
             mean = mean + ((z - origin - centre)[:, None] @ slope)[:, 0]
         return _Fit(mean, variance.clamp_min(0), empty)
 
-    def _fill(
-        self, fit: _Fit, z: Tensor, points: _Points, h: Tensor, allowed: Tensor | None = None
-    ) -> Tensor:
-        """The means, with what ``outside`` says where nobody was near."""
+    def _means(
+        self,
+        z: Tensor,
+        points: _Points,
+        h: Tensor,
+        allowed: Tensor | None = None,
+        without: Array | None = None,
+    ) -> tuple[Tensor, _Fit]:
+        """The means, with what ``outside`` says where nobody was near; and what was seen."""
+        fit = self._look(z, points, h, self._kernel, allowed, without)
         if not bool(fit.empty.any()):
-            return fit.mean
+            return fit.mean, fit
         if self.outside == "mean":
             other = (points.weight @ points.y / points.weight.sum()).expand_as(fit.mean)
-        elif self.outside == "nan" and allowed is None:
+        elif self.outside == "nan" and allowed is None and without is None:
             other = torch.full_like(fit.mean, torch.nan)
         else:
             some = fit.empty
-            q, k = self._sides(z[some], points, h)
-            values = torch.cat([points.weight[:, None], points.weight[:, None] * points.y], 1)
-            near = attention(
-                q, k, values, None if allowed is None else allowed[some], kernel="knn_uniform?k=1", scale=1.0
-            ).detach()
-            other = torch.zeros_like(fit.mean).index_put((some,), near[:, 1:] / near[:, :1])
-        return torch.where(fit.empty[:, None], other, fit.mean)
+            nearest = self._look(
+                z[some],
+                points,
+                h.detach(),
+                kernels.kernel("knn_uniform?k=1"),
+                None if allowed is None else allowed[some],
+                None if without is None else without[some.numpy()],
+            )
+            other = torch.zeros_like(fit.mean).index_put((some,), nearest.mean.detach())
+        return torch.where(fit.empty[:, None], other, fit.mean), fit
 
     def _checked(self, X: Any) -> Array:
         check_is_fitted(self)
@@ -408,16 +583,86 @@ class _KernelEstimator(BaseEstimator):
     def _predict(self, X: Any) -> tuple[Array, Array, Array]:
         """Means, local variances and which rows were empty, block by block."""
         X = self._checked(X)
-        z = self._standardised(X)
         outputs = self._points.y.shape[1]
-        mean, variance = np.empty((len(z), outputs)), np.empty((len(z), outputs))
-        empty = np.empty(len(z), dtype=bool)
-        for start in range(0, len(z), 2**16):
-            some = slice(start, start + 2**16)
-            fit = self._look(z[some], self._points, self._scaled)
-            mean[some] = self._fill(fit, z[some], self._points, self._scaled).numpy() + self._mean
+        mean, variance = np.empty((len(X), outputs)), np.empty((len(X), outputs))
+        empty = np.empty(len(X), dtype=bool)
+        for start in range(0, len(X), _BLOCK):
+            some = slice(start, start + _BLOCK)
+            found, fit = self._means(self._standardised(X[some]), self._points, self._scaled)
+            mean[some] = found.numpy() + self._mean
             variance[some], empty[some] = fit.variance.numpy(), fit.empty.numpy()
         return mean, variance, empty
+
+    def save(self, path: str | Path) -> None:
+        """Write the fitted model to one file in the safetensors format, settings as JSON in its header.
+
+        The file appears whole or not at all. Of ``random_state`` only a number is kept.
+
+        Raises:
+            ValueError: there is nothing to save yet.
+            TypeError: labels that JSON cannot hold.
+            OSError: the file cannot be written.
+            ImportError: ``safetensors`` is not installed.
+        """
+        check_is_fitted(self)
+        options = self.get_params() | {"kernel": str(self._kernel)}
+        if not isinstance(self.random_state, Integral):
+            options["random_state"] = None
+        settings = {name: getattr(self, name) for name in _SETTINGS if hasattr(self, name)}
+        settings["options"] = {name: np.asarray(value).tolist() for name, value in options.items()}
+        settings["class"] = type(self).__name__
+        for name in ("feature_names_in_", "classes_"):
+            if hasattr(self, name):
+                settings[name] = getattr(self, name).tolist()
+        state = vars(self) | vars(self._points)
+        tensors = {name: torch.as_tensor(state[name]) for name in _SHAPES if state.get(name) is not None}
+        store.write(path, _FORMAT, settings, tensors)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """The fitted model that ``save`` wrote.
+
+        Raises:
+            OSError: no such file, or it cannot be read.
+            ValueError: it is damaged, or no file of a model of this class.
+            ImportError: ``safetensors`` is not installed.
+        """
+        with store.reading(path, _FORMAT, f"{cls.__name__}.save") as (settings, tensors):
+            return cls._from(settings, tensors)
+
+    @classmethod
+    def _from(cls, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Self:
+        if settings.pop("class") != cls.__name__:
+            raise ValueError("a model of another class")
+        model = cls(**settings.pop("options"))
+        for name in ("feature_names_in_", "classes_"):
+            if name in settings:
+                setattr(model, name, np.array(settings.pop(name), object if "names" in name else None))
+        if not set(settings) <= set(_SETTINGS):
+            raise ValueError("the settings are not those of a model")
+        model.__dict__ |= settings
+        sizes, found = {"features": model.n_features_in_}, {}
+        for name, shape in _SHAPES.items():
+            x = tensors.pop(name, None)
+            if x is None and name != "_map":
+                raise ValueError(f"{name} is missing")
+            if x is not None:
+                dtype = torch.int64 if name in ("_point", "_row") else torch.float64
+                known = tuple(sizes.setdefault(axis, size) for axis, size in zip(shape, x.shape, strict=True))
+                if x.dtype != dtype or x.shape != known:
+                    raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}")
+                found[name] = x
+        for index, size in ((found["_point"], sizes["points"]), (found["_row"], model._rows)):
+            if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
+                raise ValueError("a row that does not exist")
+        model._points = _Points(*(found.pop(field.name) for field in fields(_Points)))
+        model._kernel = model._check_parameters(model.n_features_in_)
+        h, model._map = found.pop("_scaled"), found.pop("_map", None)
+        model.__dict__ |= {name: x.numpy() for name, x in found.items()}
+        if model._map is not None:
+            model.map_ = (model._map / h).numpy() / model._spread[:, None]
+        model._set_bandwidths(h)
+        return model
 
     def neighbours(self, X: Any) -> Any:
         """Why this prediction: the training rows that have weight, and their weights.
@@ -431,13 +676,18 @@ class _KernelEstimator(BaseEstimator):
             prediction.
         """
         X = self._checked(X)
-        sides = self._sides(self._standardised(X), self._points, self._scaled)
-        weights = attention_weights(*sides, sparse=True, **self._options(self._scaled)).weights.coalesce()
-        (at, point), value = weights.indices().numpy(), weights.values().numpy()
-        found = csr_matrix((value, (at, point)), shape=tuple(weights.shape))
-        rows = csr_matrix(
-            (self._share, (self._point, self._row)), shape=(weights.shape[1], self._rows), dtype=np.float64
-        )
+        at, point, value = [], [], []
+        for start in range(0, len(X), _BLOCK):
+            z = self._standardised(X[start : start + _BLOCK])
+            for some, index, w in self._neighbourhoods(z, self._kernel):
+                row, column = w.nonzero(as_tuple=True)
+                at.append(start + some[row.numpy()])
+                point.append(index.expand_as(w)[row, column].numpy())
+                value.append(w[row, column].numpy())
+        n = len(self._points.z)
+        entries = (np.concatenate(value), (np.concatenate(at), np.concatenate(point)))
+        found = csr_matrix(entries, shape=(len(X), n))
+        rows = csr_matrix((self._share, (self._point, self._row)), shape=(n, self._rows))
         shared = (found @ rows).tocsr()
         total = np.asarray(shared.sum(1)).ravel()
         return diags(1 / np.where(total == 0, 1, total)) @ shared
@@ -457,13 +707,19 @@ class KernelRegressor(RegressorMixin, _KernelEstimator):
             metric="cosine" one number). Under unit mass it sets the scale: neighbourhoods find their radius.
         degree: 0, the local mean (Nadaraya–Watson), or 1, local linear.
         metric: "euclidean", or "cosine": s_j = cos(x, x_j)/h².
+        features: "scale", a bandwidth for each; "learn", as many as 4 learned combinations of them, or their
+            number: distances are those of (x − x_j)·``map_``. Linear maps fit a few rows too well: compare.
         outside: what an empty neighbourhood gives (rules with a radius only): "nearest", the target of the
             nearest point; "mean", that of all; "nan".
+        refine: with more than 4,096 points also try the carried bandwidths times ½ … 2 on all of them
+            (``refined_``: the errors) and take the best.
+        verbose: print how the search goes.
         random_state: of the points that bandwidths and residuals are taken from, where there are more than
             4,096 and 2,048.
 
     Attributes:
-        bandwidth_: (features,), in their units.
+        bandwidth_: (features,), in their units; of learned features, how far along each alone s falls by ½.
+        map_: (features, learned), with ``features`` other than "scale".
         loo_score_: R² of predictions for points that are left out (a sample of at most 2,048).
         effective_df_: Σ_i w_i(x_i), estimated from the same sample.
         n_support_: the mean number of points with weight.
@@ -549,13 +805,19 @@ class KernelClassifier(ClassifierMixin, _KernelEstimator):
         *,
         bandwidth: Any = "cv",
         metric: str = "euclidean",
+        features: Any = "scale",
         outside: str = "nearest",
+        refine: bool = False,
+        verbose: bool = False,
         random_state: Any = None,
     ) -> None:
         self.kernel = kernel
         self.bandwidth = bandwidth
         self.metric = metric
+        self.features = features
         self.outside = outside
+        self.refine = refine
+        self.verbose = verbose
         self.random_state = random_state
 
     degree = 0

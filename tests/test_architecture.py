@@ -15,7 +15,7 @@ from parzen.kernels import KERNELS
 PACKAGE = Path(parzen.__file__).parent
 # Each layer may import the layers before it, and itself.
 LAYERS = [
-    {"parzen.kernels", "parzen.rewire"},
+    {"parzen.kernels", "parzen.rewire", "parzen.store"},
     {"parzen.call"},
     {"parzen.backends"},
     {"parzen.attention"},

@@ -3,6 +3,7 @@
 import pickle
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from sklearn.exceptions import NotFittedError
@@ -113,6 +114,64 @@ def test_a_tree_of_the_points_changes_nothing(kernel, degree):
     close = {"rtol": 0, "atol": 1e-10 if degree else 1e-11}
     np.testing.assert_allclose(tree[many], plain[many], **close)
     np.testing.assert_allclose(std_tree[many], std[many], **close)
+
+
+@pytest.mark.parametrize("outside", ["nearest", "mean"])
+@pytest.mark.parametrize("kernel", ["biweight", "normrelu", "relumax", "knn_uniform?k=12"])
+def test_the_tree_leaves_points_out_as_the_pass_does(kernel, outside):
+    X, y = table(2500, 2)
+    X[:20] *= 6  # lonely ones
+    model = KernelRegressor(kernel, bandwidth=[0.15, 0.2], outside=outside, random_state=0).fit(X, y)
+    assert model._tree is not None
+    rows = np.concatenate([np.arange(100), np.arange(2000, 2100)])
+    tree, neighbours = model._leave_out(rows), model.neighbours(X[:200])
+    own, support = model.effective_df_, model.n_support_
+    model._tree = None
+    np.testing.assert_allclose(tree, model._leave_out(rows), rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(neighbours.toarray(), model.neighbours(X[:200]).toarray(), atol=1e-10)
+    model._assess(np.sort(np.random.RandomState(0).permutation(2500)[:2048]))
+    assert model.effective_df_ == pytest.approx(own, rel=1e-9)
+    # A pass sees, in fewer rows, also what rounding leaves.
+    assert model.n_support_ == pytest.approx(support, rel=0.02)
+
+
+def test_a_combination_of_features_is_learned():
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(800, 6)) * [1, 10, 1, 0.1, 1, 1] + 5
+    direction = np.array([1, 0.1, 1, 0, 0, 0]) / np.sqrt(3)
+    y = np.sin(2 * X @ direction) + 0.1 * rng.normal(size=800)
+    plain = KernelRegressor(random_state=0).fit(X, y)
+    learned = KernelRegressor(features=1, random_state=0).fit(X, y)
+    assert learned.map_.shape == (6, 1)
+    along = learned.map_[:, 0] / np.linalg.norm(learned.map_[:, 0]) * np.sign(learned.map_[0, 0])
+    np.testing.assert_allclose(along, direction / np.linalg.norm(direction), atol=0.03)
+    assert learned.loo_score_ > 0.95
+    assert plain.loo_score_ < learned.loo_score_ - 0.02
+    # It is kernel regression of the combination.
+    by_hand = KernelRegressor(bandwidth=1.0).fit(X @ learned.map_, y)
+    np.testing.assert_allclose(learned.predict(X[:50]), by_hand.predict(X[:50] @ learned.map_), atol=1e-9)
+    assert 1 / np.linalg.norm(learned.map_[0]) == pytest.approx(learned.bandwidth_[0])
+
+
+def test_carried_bandwidths_can_be_checked(capsys):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(4500, 1))
+    y = np.sin(2 * X[:, 0]) + 0.2 * rng.normal(size=4500)
+    model = KernelRegressor("biweight", refine=True, verbose=True, random_state=0).fit(X, y)
+    assert sorted(model.refined_) == pytest.approx([0.5, 2**-0.5, 1, 2**0.5, 2])
+    assert 1 - model.loo_score_ == pytest.approx(min(model.refined_.values()), rel=1e-9)
+    plain = KernelRegressor("biweight", random_state=0).fit(X, y)
+    best = min(model.refined_, key=model.refined_.get)
+    np.testing.assert_allclose(model.bandwidth_, plain.bandwidth_ * best)
+    assert "bandwidths times 0.50, 4,500 points" in capsys.readouterr().out
+
+
+def test_queries_may_lie_in_a_file(tmp_path):
+    X, y = table(300, 2)
+    model = KernelRegressor(bandwidth=[0.3, 1.0]).fit(X, y)
+    file = np.memmap(tmp_path / "queries", np.float32, "w+", shape=(70_000, 2))
+    file[:] = np.random.default_rng(1).normal(size=file.shape)
+    np.testing.assert_array_equal(model.predict(file)[-5:], model.predict(np.array(file[-5:])))
 
 
 @pytest.mark.parametrize("kernel", ["gaussian", "biweight", "normrelu", "relumax"])
@@ -315,6 +374,10 @@ def test_odd_tables(X):
         ({"kernel": "tricube"}, "unknown kernel 'tricube'"),
         ({"kernel": parzen.kernel("relumax", margin=torch.tensor(1.0))}, "numbers for its parameters"),
         ({"degree": 1, "metric": "cosine"}, "needs metric='euclidean'"),
+        ({"features": "all"}, "features must be 'scale', 'learn' or a number > 0"),
+        ({"features": 0}, "features must be 'scale', 'learn' or a number > 0"),
+        ({"features": "learn", "bandwidth": 1.0}, "learned features need"),
+        ({"features": 2, "metric": "cosine"}, "learned features need"),
     ],
     ids=str,
 )
@@ -351,6 +414,63 @@ def test_it_is_an_estimator_among_others():
         again.predict(X[:3].astype(np.float32)), search.predict(X[:3].astype(np.float32))
     )
     assert again.predict(X[:3].astype(np.float32)).shape == (3, 2)
+
+
+X0, y0 = table()
+SAVED = {
+    "tree": lambda: KernelRegressor(bandwidth=0.2, random_state=3).fit(*table(2100, 2)),
+    "outputs": lambda: KernelRegressor("normrelu", degree=1).fit(table(80)[0], table(80)[0][:, :2]),
+    "cosine": lambda: KernelRegressor(
+        "epanechnikov", bandwidth=0.7, metric="cosine", random_state=np.random.RandomState(0)
+    ).fit(*table(50)),
+    "learned": lambda: KernelRegressor("entmax?alpha=1.3", features=1).fit(*table(60)),
+    "weights": lambda: KernelRegressor(bandwidth=[1.0, 2.0]).fit(*table(40, 2), np.arange(40) % 3),
+    "frame": lambda: KernelRegressor(bandwidth=1.0).fit(pd.DataFrame(X0, columns=list("abc")), y0),
+    "classes": lambda: KernelClassifier(bandwidth=1.0).fit(X0, np.where(y0 > 0, "up", "down")),
+    "numbers": lambda: KernelClassifier(bandwidth=1.0).fit(X0, (y0 > 0).astype(int)),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:X does not have valid feature names")
+@pytest.mark.parametrize("name", SAVED)
+def test_a_saved_model_is_the_same_model(name, tmp_path):
+    model, path = SAVED[name](), tmp_path / "model.safetensors"
+    model.save(path)
+    again = type(model).load(path)
+    X = table(30, model.n_features_in_, seed=9)[0]
+    np.testing.assert_array_equal(again.predict(X), model.predict(X))
+    assert (again.neighbours(X) != model.neighbours(X)).nnz == 0
+    given, kept = model.get_params(), again.get_params()
+    assert {**given, "random_state": 0} == {**kept, "random_state": 0}
+    for attribute in [one for one in vars(model) if one.endswith("_") and not one.startswith("_")]:
+        np.testing.assert_array_equal(getattr(again, attribute), getattr(model, attribute))
+    if isinstance(model, KernelRegressor):
+        np.testing.assert_array_equal(again.predict_interval(X, 0.8), model.predict_interval(X, 0.8))
+
+
+def test_files_that_are_no_models_are_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    model = KernelRegressor(bandwidth=1.0).fit(*table(20))
+    with pytest.raises(NotFittedError):
+        KernelRegressor().save(path)
+    with pytest.raises(FileNotFoundError):
+        KernelRegressor.load(path)
+    model.save(path)
+    with pytest.raises(ValueError, match="another class"):
+        KernelClassifier.load(path)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:50], whole[:-8], b"\x80" + whole[1:]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"is damaged, or no file of KernelRegressor\.save"):
+            KernelRegressor.load(path)
+    model._point[0] = 20
+    model.save(path)
+    with pytest.raises(ValueError, match="a row that does not exist"):
+        KernelRegressor.load(path)
+    model._centre = model._centre[:2]
+    model.save(path)
+    with pytest.raises(ValueError, match="_centre"):
+        KernelRegressor.load(path)
 
 
 @pytest.mark.filterwarnings("default")
