@@ -395,6 +395,52 @@ def _bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
+# ---- regress -------------------------------------------------------------------------------------
+
+
+def _add_regress(commands: Commands[Parser]) -> None:
+    about = "compare kernels on a table of your own and save the best, or use a saved one"
+    command = _command(commands, "regress", _regress, about)
+    command.add_argument("file", type=path, metavar="FILE", help=".csv, .tsv or .parquet, also packed")
+    command.add_argument("--target", metavar="COLUMN", help="what to predict: numbers, or labels")
+    command.add_argument("--kernels", type=kernel_names, metavar="A,B", help="default: five that differ")
+    command.add_argument(
+        "--degree", type=int, choices=(0, 1), help="1: local lines, 0: local means (default)"
+    )
+    command.add_argument("--learn", dest="features", type=whole(1), metavar="N", help="N learned features")
+    command.add_argument("--folds", type=whole(2), help="parts of the rows that are held out (default 5)")
+    command.add_argument("--seed", type=whole(0), help="of the folds (default 0)")
+    command.add_argument(
+        "--predict", type=path, metavar="DIR", help="what the model saved there says of the rows of FILE"
+    )
+    command.add_argument("--coverage", type=positive, help="of the intervals of --predict (default 0.9)")
+    command.add_argument(
+        "--out", type=path, help="default: a folder FILE-regression, or with --predict FILE-predicted.csv"
+    )
+
+
+def _regress(arguments: argparse.Namespace) -> int:
+    module = import_module("parzen.lab.regress")
+    options = _given(arguments, "file")
+    stem = arguments.file.name.partition(".")[0]
+    if arguments.predict is None:
+        if arguments.target is None:
+            raise UserError("say which column to predict: --target COLUMN")
+        if "coverage" in options:
+            raise UserError("--coverage goes with --predict only")
+        module.regress(arguments.file, **{"out": Path(f"{stem}-regression"), **options})
+        return 0
+    folder = options.pop("predict")
+    if options.keys() - {"coverage", "out"}:
+        raise UserError("--predict goes with --coverage and --out only: the rest is in the model")
+    if not options.get("coverage", 0.9) < 1:
+        raise UserError("--coverage must be between 0 and 1")
+    options.setdefault("out", Path(f"{stem}-predicted.csv"))
+    rows = module.predict(arguments.file, folder, **options)
+    print(f"saved predictions for {rows:,} rows in {options['out']}")
+    return 0
+
+
 # ---- info ----------------------------------------------------------------------------------------
 
 
@@ -420,6 +466,7 @@ COMMANDS = (
     _add_report,
     _add_data,
     _add_bench,
+    _add_regress,
     _add_info,
 )
 

@@ -34,7 +34,7 @@ ROOMS = [
     {"parzen.lab.tasks"},
     {"parzen.lab.run"},
     {"parzen.lab.experiments"},
-    {f"parzen.lab.{name}" for name in ("reports", "bench", "export")},
+    {f"parzen.lab.{name}" for name in ("reports", "bench", "export", "regress")},
 ]
 
 
@@ -92,7 +92,8 @@ def test_no_circle():
 def test_the_library_needs_torch_and_numpy_only():
     code = (
         "import sys, parzen, parzen.nn, parzen.testing, parzen.models.mosaic; "
-        "extra = {'matplotlib', 'rich', 'tokenizers', 'safetensors', 'scipy', 'transformers', 'parzen.lab'}; "
+        "extra = {'matplotlib', 'rich', 'tokenizers', 'safetensors', 'scipy', 'sklearn', 'pandas', "
+        "'transformers', 'parzen.lab'}; "
         "print(sorted(extra & set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
