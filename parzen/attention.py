@@ -293,11 +293,18 @@ def weights(
     at_end = dim in (-1, scores.ndim - 1)
     rows = scores if scores.dtype == dtype else scores.to(dtype)
     rows = rows if at_end else rows.movedim(dim, -1)
-    if not isinstance(scale, Tensor) and maps.why_not(rows, form) is None:
+    served = maps.why_not(rows, form) is None
+    if served and not isinstance(scale, Tensor):
         w = maps.run(rows, form, scale, torch.finfo(scores.dtype).min)
     else:
-        s = forbid(scores).to(dtype).movedim(dim, -1) * scale
-        w, _ = reference.weight_map(s, form)
+        s = forbid(scores).to(dtype).movedim(dim, -1)
+        if isinstance(scale, Tensor):
+            # −∞ times the gradient of a weight of 0 would be NaN for the scale.
+            hidden = s == -torch.inf
+            s = torch.where(hidden, -torch.inf, torch.where(hidden, 0, s) * scale)
+        else:
+            s = s * scale
+        w = maps.run(s, form, 1.0, -torch.inf) if served else reference.weight_map(s, form)[0]
     w = w if at_end else w.movedim(-1, dim)
     return w if w.dtype == scores.dtype else w.to(scores.dtype)
 

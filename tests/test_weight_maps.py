@@ -10,7 +10,8 @@ from parzen.kernels import kernel, lower
 
 KERNELS = [
     "gaussian", "epanechnikov", "biweight", "triweight", "entmax?alpha=1.7", "entmax?alpha=1.1",
-    "knn_uniform?k=5", "knn_gaussian?k=5", "uniform", "gaussian_truncated", "exp?margin=1",
+    "knn_uniform?k=5", "knn_gaussian?k=5", "uniform", "gaussian_truncated", "exp?margin=1", "relumax",
+    "normrelu", "power?r=2&margin=1", "power?r=2&radius=h", "power?r=1.5&radius=1.5",
 ]  # fmt: skip
 INF, NAN = torch.inf, torch.nan
 
@@ -33,9 +34,10 @@ def test_forward_and_backward_against_the_float64_reference(name, dtype, n):
         s[3, :] = s[3, 0]
         s[4, ::2] = -INF
         s[5, 0] = torch.finfo(dtype).min
+        s[6] = (s[6] * 2).round() / 2  # ties at the best
     assert maps.why_not(s, lower(kernel(name), 1.3)) is None
     w = parzen.weights(s, name, scale=1.3)
-    exact = s.detach().double().requires_grad_()
+    exact = s.detach().double().clone().requires_grad_()
     with torch.no_grad():
         exact[5, 0] = -INF
     expected = reference.weight_map(exact * 1.3, lower(kernel(name), 1.3))[0]
@@ -81,6 +83,59 @@ def test_axes_strides_and_narrow_types(name):
         assert torch.equal(parzen.weights(x, name), parzen.weights(x.float(), name).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [5, 64, 129, 1000])
+@pytest.mark.parametrize("shape", [(), (11, 1)])
+def test_parameters_of_each_row(n, dtype, shape):
+    torch.manual_seed(n)
+    s = 2 * torch.randn(2, 11, n, dtype=dtype)
+    s[0, 3, ::2] = -INF
+    alpha = 1 + torch.rand(shape, dtype=dtype)
+    if shape:
+        alpha[:3, 0] = torch.tensor([1.0, 2.0, 1.5])
+    margin, scale = torch.rand(shape, dtype=dtype) + 0.2, torch.rand(shape, dtype=dtype) + 0.5
+    for make in (
+        lambda alpha, margin: kernel("entmax", alpha=alpha),
+        lambda alpha, margin: kernel("relumax", margin=margin),
+        lambda alpha, margin: parzen.Kernel(parzen.kernels.Power(2.5), parzen.kernels.WithinMargin(margin)),
+        lambda alpha, margin: parzen.Kernel(parzen.kernels.Exp(), parzen.kernels.WithinMargin(margin)),
+        lambda alpha, margin: kernel("normrelu"),
+        lambda alpha, margin: kernel("biweight"),
+    ):
+        narrow = [x.clone().requires_grad_() for x in (s, alpha, margin, scale)]
+        wide = [x.double().clone().requires_grad_() for x in (s, alpha, margin, scale)]
+        x, a, b, h = narrow
+        chosen = make(a, b)
+        assert maps.why_not(x, lower(chosen, h)) is None
+        w = parzen.weights(x, chosen, scale=h)
+        form = lower(make(wide[1], wide[2]), wide[3])
+        hidden = wide[0] == -INF
+        expected, _ = reference.weight_map(
+            torch.where(hidden, -INF, wide[0].masked_fill(hidden, 0) * wide[3]), form
+        )
+        # α = 1 is the next number above it, of the dtype.
+        close = 5e-6 if dtype == torch.float32 else 1e-12
+        assert_close(w.double(), expected, atol=close, rtol=10 * close)
+        dw = torch.randn_like(w)
+        got = torch.autograd.grad(w, narrow, dw, materialize_grads=True, allow_unused=True)
+        wanted = torch.autograd.grad(expected, wide, dw.double(), materialize_grads=True, allow_unused=True)
+        for g, e in zip(got, wanted, strict=True):
+            assert_close(g.double(), e, atol=20 * close * max(1, e.abs().max()), rtol=20 * close)
+
+
+def test_derivatives_of_any_order_by_rows():
+    torch.manual_seed(1)
+    s = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    a, b, h = (x + torch.rand(3, 1, dtype=torch.float64) for x in (1, 0.5, 0.5))
+    for x in (a, b, h):
+        x.requires_grad_()
+    for check in (torch.autograd.gradcheck, torch.autograd.gradgradcheck):
+        assert check(lambda s, a: parzen.weights(s, kernel("entmax", alpha=a)), (s, a))
+        assert check(lambda s, b: parzen.weights(s, kernel("relumax", margin=b)), (s, b))
+        assert check(lambda s, h: parzen.weights(s, "power?r=2&radius=h", scale=h), (s, h))
+        assert check(lambda s: parzen.weights(s, "power?r=0.5&margin=1"), (s,))
+
+
 @pytest.mark.parametrize("name", ["epanechnikov", "biweight", "triweight", "gaussian", "entmax?alpha=1.3"])
 def test_derivatives_of_any_order(name):
     torch.manual_seed(1)
@@ -94,7 +149,7 @@ def test_derivatives_of_any_order(name):
 def test_transforms_and_compile():
     torch.manual_seed(0)
     s = torch.randn(4, 5, 9, dtype=torch.float64)
-    for name in ("biweight", "epanechnikov"):
+    for name in ("biweight", "epanechnikov", "relumax"):
         f = lambda s, name=name: parzen.weights(s, name)  # noqa: E731
         assert_close(torch.vmap(f, in_dims=1, out_dims=1)(s), f(s))
         jacobian = torch.func.jacrev(f)(s[0])

@@ -3,11 +3,14 @@
     w_j = φ(t_j) / Σ_l φ(t_l)        ds_j = a_j (dw_j − μ) on the support, 0 elsewhere
 
 One pass reads a row for its maximum and its candidates; the threshold is solved on the candidates. Nothing
-but the weights is kept for backward: for the Gaussian profile a = w, under unit mass a = w^{(r−1)/r}.
+but the weights is kept for backward: for the Gaussian profile a = w, under unit mass a = w^{(r−1)/r}; a power
+within a margin or radius reads the scores once more, a = r·w/(s − θ).
 """
 
 from __future__ import annotations
 
+import ctypes
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +18,14 @@ from torch import Tensor
 
 from parzen.backends import cpu, native
 from parzen.backends.engine import unknown
-from parzen.kernels import EVERYWHERE, EXP, NEAREST, UNIT_MASS, UNIT_NORM, Form, recording
+from parzen.backends.reference import exponent_slope, weight_map
+from parzen.kernels import EXP, MARGIN, THRESHOLD, UNIT_MASS, Form, Number, eager, recording
 
 
-def _call(function: str, x: Tensor, dout: Tensor | None, numbers: tuple[Any, ...]) -> Tensor:
+def _call(
+    function: str, x: Tensor, dout: Tensor | None, numbers: tuple[Any, ...], **rows: Tensor | None
+) -> Tensor:
+    """``rows``: what a RowMap has more, without gaps."""
     profile, rule, nearest, scale, level, r, least = numbers
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -30,7 +37,11 @@ def _call(function: str, x: Tensor, dout: Tensor | None, numbers: tuple[Any, ...
             scale=scale, level=level, r=r, least=least, parallel_for=library.parallel_for,
             x=x, dout=dout, out=out,
         )  # fmt: skip
-        library.call(function, args)
+        if rows:
+            place = ctypes.cast(ctypes.c_char_p(args), ctypes.c_void_p).value
+            library.call(function, native.ROW_MAP.pack(map=place, **rows))
+        else:
+            library.call(function, args)
     return out
 
 
@@ -137,16 +148,75 @@ class _MapBackward(torch.autograd.Function):
         return _MapBackward.apply(dw, w, *numbers), 0
 
 
+def _anchored(form: Form) -> bool:
+    """Whether it is a power within a margin or radius, whose gradient needs the scores."""
+    return form.rule in (MARGIN, THRESHOLD) and not form.closed
+
+
+def _parameters(form: Form) -> list[Tensor]:
+    return [x for x in (form.r, form.level) if isinstance(x, Tensor)]
+
+
+class _Rowwise(torch.autograd.Function):
+    """(s, r, level) → w where the gradient needs the scores or r or level is a tensor: plain tensors only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, s: Tensor, r: Number, level: Number, form: Form, scale: float, least: float
+    ) -> Tensor:
+        at = [
+            x.detach().to(s.dtype).expand(*s.shape[:-1], 1).contiguous() if isinstance(x, Tensor) else None
+            for x in (r, level)
+        ]
+        # The C code looks at the exponent for a faster way: NaN has none.
+        numbers = (
+            form.profile, form.rule, form.k, scale, 0.0 if isinstance(level, Tensor) else float(level),
+            torch.nan if isinstance(r, Tensor) else float(r), least,
+        )  # fmt: skip
+        w = _call("weight_rows", s, None, numbers, r_at=at[0], level_at=at[1])
+        ctx.form, ctx.numbers = form, numbers
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(s, w, *(x if isinstance(x, Tensor) else None for x in (r, level)), *at)
+        return w
+
+    @staticmethod
+    def backward(ctx: Any, dw: Tensor | None) -> Any:
+        s, w, r, level, *at = ctx.saved_tensors
+        if dw is None:
+            return (None,) * 6
+        *_, scale, _, _, least = ctx.numbers
+        if torch.is_grad_enabled():
+            # Once more by the reference, which has derivatives of any order.
+            form = replace(ctx.form, r=ctx.form.r if r is None else r)
+            form = replace(form, level=form.level if level is None else level)
+            wanted = [x for x, need in zip((s, r, level), ctx.needs_input_grad, strict=False) if need]
+            dense, _ = weight_map(torch.where(s <= least, -torch.inf, s) * scale, form)
+            found = iter(torch.autograd.grad(dense, wanted, dw, create_graph=True, allow_unused=True))
+            return *(next(found) if need else None for need in ctx.needs_input_grad[:3]), None, None, None
+        anchored = _anchored(ctx.form)
+        score = s.contiguous() if anchored else None
+        push = torch.empty_like(w[..., :1]) if anchored and ctx.needs_input_grad[2] else None
+        more = {"r_at": at[0], "level_at": at[1], "score": score, "push": push}
+        ds = _call("weight_rows_backward", w, dw.contiguous(), ctx.numbers, **more)
+        dr = dlevel = None
+        if r is not None and ctx.needs_input_grad[1] and ctx.form.rule == UNIT_MASS:
+            dr = exponent_slope(dw, w, r).sum_to_size(r.shape).to(r.dtype)
+        if push is not None:
+            dlevel = push.sum_to_size(level.shape).to(level.dtype)
+        return ds, dr, dlevel, None, None, None
+
+
 def why_not(s: Tensor, form: Form) -> str | None:
     """None if ``run`` can serve rows ``s``, else a sentence that says why not."""
     if s.device.type != "cpu":
         return f"the CPU engine works on CPU tensors, these are on {s.device}"
     if recording():
         return "an exported graph must consist of plain operators"
-    if isinstance(form.r, Tensor) or isinstance(form.level, Tensor):
-        return "a parameter that is a tensor goes through the reference"
-    if form.rule not in (EVERYWHERE, UNIT_MASS, UNIT_NORM, NEAREST) and not form.closed:
-        return "powers within a margin or radius go through the reference"
+    parameters = _parameters(form)
+    if (parameters or _anchored(form)) and not eager(s, *parameters):
+        return (
+            "compiled or mapped, tensor parameters and powers within a margin or radius go by the reference"
+        )
     if s.shape[-1] >= 2**31:
         return "the CPU engine numbers entries in 32 bits"
     if not cpu._built():
@@ -159,10 +229,14 @@ def run(s: Tensor, form: Form, scale: float, least: float) -> Tensor:
 
     Args:
         s: float32 or float64, rows along the last axis.
-        form: the kernel; its numbers are floats.
+        form: the kernel; its numbers are floats, or tensors that broadcast to the rows, of size 1 at the end.
         scale: > 0.
         least: −∞, or the most negative number of the dtype that the scores came in.
     """
+    if _anchored(form) or _parameters(form):
+        static = replace(form, r=form.r if isinstance(form.r, float) else 1.0)
+        static = replace(static, level=form.level if isinstance(form.level, float) else 0.0)
+        return _Rowwise.apply(s, form.r, form.level, static, float(scale), least)
     numbers = (form.profile, form.rule, form.k, float(scale), float(form.level), float(form.r), least)
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         return _Map.apply(s, *numbers)

@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 
 # (int64 instruction set, struct) → 0, or 1 when memory ran out: parzen_{name} of csrc/dispatch.cpp.
-FUNCTIONS = ("forward", "backward", "recall", "code", "weights", "weights_backward")
+FUNCTIONS = (
+    "forward", "backward", "recall", "code", "weights", "weights_backward", "weight_rows",
+    "weight_rows_backward",
+)  # fmt: skip
 
 # How a kind of field is packed. A pointer is given as a number; a start and a view, which are the address
 # of a tensor and that with four strides, are given as a tensor or None.
@@ -103,7 +106,8 @@ WEIGHT_MAP = Struct(
     ("pointer", "parallel_for"),
     ("start", "x dout out"),
 )
-STRUCTS = (ARGS, RECALL, CHUNK, WEIGHT_MAP)
+ROW_MAP = Struct("RowMap", ("pointer", "map"), ("start", "r_at level_at score push"))
+STRUCTS = (ARGS, RECALL, CHUNK, WEIGHT_MAP, ROW_MAP)
 
 
 # ---- the library ---------------------------------------------------------------------------------

@@ -63,14 +63,18 @@ def _solve(z: Tensor, r: Number, steps: int, settle: bool) -> Tensor:
     narrow = (r > 0) & (r < 1) if isinstance(r, Tensor) else 0 < r < 1
     if not isinstance(narrow, Tensor):
         if narrow:
-            return _bisect(z, r)
+            return _bisect(z, r, settle)
     elif not settle or bool(narrow.any()):
-        halved, r = _bisect(z, torch.where(narrow, r, 1)), torch.where(narrow, 1, r)
+        halved, r = _bisect(z, torch.where(narrow, r, 1), settle), torch.where(narrow, 1, r)
         return torch.where(narrow, halved, _newton(z, r, steps, settle))
     return _newton(z, r, steps, settle)
 
 
-def _bisect(z: Tensor, r: Number) -> Tensor:
+def _bisect(z: Tensor, r: Number, settle: bool) -> Tensor:
+    if settle and z.numel():
+        # Nothing counts below the threshold at σ = 0.
+        most = int((z > -r).sum(-1).amax())
+        z = torch.topk(z, max(1, most), dim=-1).values if most < z.shape[-1] // 2 else z
     finite = (z > -torch.inf).sum(-1, keepdim=True).clamp_min(1).to(z.dtype)
     low = torch.zeros_like(z[..., :1])
     high = -r * torch.expm1(-torch.log(finite) / r)
@@ -193,6 +197,17 @@ def _total(grad: Tensor, like: Tensor) -> Tensor:
     return grad.sum_to_size(like.shape)
 
 
+def exponent_slope(dw: Tensor, w: Tensor, r: Number, mu: Tensor | None = None) -> Tensor:
+    """The gradient of r under unit mass, row by row: Σ_j w_j (log y_j − 1 + 1/y_j)(dw_j − μ), y = w^{1/r}."""
+    inside = w > 0
+    log = torch.log(torch.where(inside, w, 1))
+    if mu is None:
+        a = torch.where(inside, torch.exp((1 - 1 / r) * log), 0)
+        total = a.sum(-1, keepdim=True)
+        mu = (a * dw).sum(-1, keepdim=True) / torch.where(total == 0, 1, total)
+    return torch.where(inside, w * _curvature(log / r) * (dw - mu), 0).sum(-1, keepdim=True)
+
+
 class _WeightMap(torch.autograd.Function):
     """(s, r, level) → (w, κ, θ). One backward for all kernels, with a = φ'(t)/Σφ:
 
@@ -249,8 +264,7 @@ class _WeightMap(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 dr = _total(_norm_slope(w, log_y, exponent, centred), r)
         if form.rule == UNIT_MASS and ctx.needs_input_grad[1]:
-            dr = torch.where(inside, w * _curvature(torch.log(one) / exponent) * (dw - mu), 0)
-            dr = _total(dr.sum(-1, keepdim=True), r)
+            dr = _total(exponent_slope(dw, w, exponent, mu), r)
         if form.rule in (THRESHOLD, MARGIN):
             push = ds.sum(-1, keepdim=True)
             if ctx.needs_input_grad[2]:

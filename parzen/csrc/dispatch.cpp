@@ -63,7 +63,7 @@ struct Struct {
   int64_t count;
 };
 #define STRUCT(name) {#name, name##Fields::list, (int64_t)(sizeof name##Fields::list / sizeof(Field))}
-static const Struct structs[] = {STRUCT(Args), STRUCT(Recall), STRUCT(Chunk), STRUCT(WeightMap)};
+static const Struct structs[] = {STRUCT(Args), STRUCT(Recall), STRUCT(Chunk), STRUCT(WeightMap), STRUCT(RowMap)};
 
 // Field `number` of a struct; 0 past its last, and for a struct that is not here.
 EXPORT int32_t parzen_field(const char* name, int64_t number, Field* field) {
@@ -81,5 +81,11 @@ EXPORT int32_t parzen_backward(int64_t isa, const Args* args) { return isas[isa]
 EXPORT int32_t parzen_recall(int64_t isa, const Recall* args) { return isas[isa].memory->recall(*args); }
 EXPORT int32_t parzen_code(int64_t isa, const Recall* args) { return isas[isa].memory->code(*args); }
 
-EXPORT int32_t parzen_weights(int64_t isa, const WeightMap* args) { return isas[isa].maps->forward(*args); }
-EXPORT int32_t parzen_weights_backward(int64_t isa, const WeightMap* args) { return isas[isa].maps->backward(*args); }
+EXPORT int32_t parzen_weights(int64_t isa, const WeightMap* args) {
+  return isas[isa].maps->forward({args, nullptr, nullptr, nullptr, nullptr});
+}
+EXPORT int32_t parzen_weights_backward(int64_t isa, const WeightMap* args) {
+  return isas[isa].maps->backward({args, nullptr, nullptr, nullptr, nullptr});
+}
+EXPORT int32_t parzen_weight_rows(int64_t isa, const RowMap* args) { return isas[isa].maps->forward(*args); }
+EXPORT int32_t parzen_weight_rows_backward(int64_t isa, const RowMap* args) { return isas[isa].maps->backward(*args); }

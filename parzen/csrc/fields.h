@@ -30,6 +30,8 @@ struct Field {
   X(rows) X(n) X(is_double) X(profile) X(rule) X(nearest) X(threads) X(scale) X(level) X(r) X(least) \
   X(parallel_for) X(x) X(dout) X(out)
 
+#define ROW_MAP_FIELDS(X) X(map) X(r_at) X(level_at) X(score) X(push)
+
 // The list of S, which the compiler refuses where it leaves out a field.
 #define FIELD(name) {#name, offsetof(S, name), sizeof(S::name)},
 #define SIZE(name) +sizeof(S::name)
@@ -44,5 +46,6 @@ FIELDS_OF(Args, ARGS_FIELDS)
 FIELDS_OF(Recall, RECALL_FIELDS)
 FIELDS_OF(Chunk, CHUNK_FIELDS)
 FIELDS_OF(WeightMap, WEIGHT_MAP_FIELDS)
+FIELDS_OF(RowMap, ROW_MAP_FIELDS)
 
 }  // namespace parzen

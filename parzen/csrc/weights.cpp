@@ -1,5 +1,6 @@
 // Weight maps on rows of scores. Forward reads a row once for its maximum and its candidates, solves the
-// threshold on them, and writes zeros and the support. Backward needs the weights alone.
+// threshold on them, and writes zeros and the support. Backward needs the weights alone, but for a power within
+// a margin or radius, whose height it reads from the scores.
 #include "weights.h"
 
 #include "support.h"
@@ -11,10 +12,16 @@ namespace {
 constexpr int BLOCK = 8, MOST_ROWS = 16;
 
 struct Task {
+  const RowMap& R;
   const WeightMap& A;
   Args rules;  // what support.h reads of a call
   int64_t together;
 };
+
+template <class T>
+INLINE T of_row(const void* at, double number, int64_t row) {
+  return at ? ((const T*)at)[row] : (T)number;
+}
 
 INLINE int64_t rows_together(int64_t n) { return larger(1, smaller(MOST_ROWS, 32768 / larger(1, n))); }
 
@@ -214,6 +221,7 @@ void bad_row(const WeightMap& A, const T* s, T* w) {
 template <Kind K, class T>
 void forward_item(const void* data, int64_t number, char* scratch) {
   const Task& task = *(const Task*)data;
+  const RowMap& R = task.R;
   const WeightMap& A = task.A;
   const int64_t first = number * task.together, count = smaller(task.together, A.rows - first);
   Row<T> rows[MOST_ROWS];
@@ -224,15 +232,15 @@ void forward_item(const void* data, int64_t number, char* scratch) {
       for (int64_t i = first; i < first + count; i++) {
         const T* s = (const T*)A.x + i * A.n;
         T* w = (T*)A.out + i * A.n;
-        if (!short_row<K, T>(A, s, w, (T)A.r)) bad_row(A, s, w);
+        if (!short_row<K, T>(A, s, w, of_row<T>(R.r_at, A.r, i))) bad_row(A, s, w);
       }
       return;
     }
   Pieces pieces{scratch};
   for (int64_t i = 0; i < count; i++) {
     Row<T>& row = rows[i];
-    row.r = (T)A.r;
-    row.level = (T)A.level;
+    row.r = of_row<T>(R.r_at, A.r, first + i);
+    row.level = of_row<T>(R.level_at, A.level, first + i);
     row.score = pieces.take<T>(A.n + 2 * LANES<T>);
     row.weight = pieces.take<T>(A.n + 2 * LANES<T>);
     row.index = pieces.take<int32_t>(A.n + 2 * LANES<T>);
@@ -309,12 +317,77 @@ INLINE V<T> steep(V<T> w, T power) {
 template <Kind K>
 constexpr bool keeps_steep = K >= POWER_2;
 
+template <class T>
+INLINE V<T> some(const T* p, int64_t j, int64_t n) {
+  V<T> x = {};
+  if (j + LANES<T> <= n) return load(p + j);
+  memcpy(&x, p + j, (n - j) * sizeof(T));
+  return x;
+}
+template <class T>
+INLINE void put(T* p, int64_t j, int64_t n, V<T> x) {
+  if (j + LANES<T> <= n) store(p + j, x);
+  else memcpy(p + j, &x, (n - j) * sizeof(T));
+}
+
+// A row of a power within a margin or radius: a = r·w/(s − θ), μ = Σ w dw. The best key takes what moves the
+// margin.
+template <class T>
+void backward_anchored(const RowMap& R, int64_t row) {
+  const WeightMap& A = *R.map;
+  constexpr int64_t L = LANES<T>;
+  const int64_t at = row * A.n;
+  const T *w = (const T*)A.x + at, *dw = (const T*)A.dout + at, *s = (const T*)R.score + at;
+  T* ds = (T*)A.out + at;
+  const V<T> r = splat(of_row<T>(R.r_at, A.r, row)), scale = splat((T)A.scale), least = splat((T)A.least);
+  const V<T> level = splat(of_row<T>(R.level_at, A.level, row)), none = splat<T>(-INFINITY);
+  auto score = [&](int64_t j) {
+    const V<T> raw = some(s, j, A.n);
+    return select<T>(raw <= least, none, raw * scale);
+  };
+  V<T> top = none, product = {};
+  for (int64_t j = 0; j < A.n; j += L) {
+    const V<T> p = some(w, j, A.n);
+    if (!above<T>(p, V<T>{})) continue;
+    const I<T> on = ~(p <= 0);
+    product += select<T>(on, p * some(dw, j, A.n), V<T>{});
+    top = maximum<T>(select<T>(on, score(j), none), top);
+  }
+  const bool margin = A.rule == MARGIN;
+  const T m = largest<T>(top);
+  const V<T> mu = splat(sum<T>(product)), vm = splat(m), tiny = splat(LEAST<T>);
+  V<T> push = {};
+  int64_t ties = 0;
+  for (int64_t j = 0; j < A.n; j += L) {
+    const V<T> p = some(w, j, A.n);
+    V<T> g = {};
+    if (above<T>(p, V<T>{})) {
+      const I<T> on = ~(p <= 0);
+      const V<T> x = score(j), height = margin ? (x - vm) + level : x - level;
+      g = select<T>(on, r * p / select<T>(height > tiny, height, tiny) * (some(dw, j, A.n) - mu), V<T>{});
+      push += g;
+      ties += __builtin_popcount(inside<T>(on & (x == vm)));
+    }
+    put(ds, j, A.n, g * scale);
+  }
+  const T moved = sum<T>(push);
+  if (R.push) ((T*)R.push)[row] = margin ? moved : -moved;
+  if (!margin || !ties) return;
+  const V<T> share = splat(moved / ties) * scale;
+  for (int64_t j = 0; j < A.n; j += L) {
+    const V<T> p = some(w, j, A.n);
+    if (!above<T>(p, V<T>{})) continue;
+    put(ds, j, A.n, some((const T*)ds, j, A.n) - select<T>(~(p <= 0) & (score(j) == vm), share, V<T>{}));
+  }
+}
+
 template <Kind K, class T>
 void backward_item(const void* data, int64_t number, char* scratch) {
   const Task& task = *(const Task*)data;
+  const RowMap& R = task.R;
   const WeightMap& A = task.A;
   constexpr int64_t L = LANES<T>;
-  const T power = (T)(1 - 1 / A.r);
+  const bool anchored = K >= POWER_1 && (A.rule == MARGIN || A.rule == THRESHOLD);
   T* kept = (T*)scratch;
   for (int64_t i = number * task.together; i < smaller((number + 1) * task.together, A.rows); i++) {
     const T *w = (const T*)A.x + i * A.n, *dw = (const T*)A.dout + i * A.n;
@@ -323,42 +396,41 @@ void backward_item(const void* data, int64_t number, char* scratch) {
       memset(ds, 0, A.n * sizeof(T));
       continue;
     }
+    if (anchored) {
+      backward_anchored<T>(R, i);
+      continue;
+    }
+    const T power = 1 - 1 / of_row<T>(R.r_at, A.r, i);
     V<T> total = {}, product = {};
-    auto some = [&](const T* p, int64_t j) {
-      V<T> x = {};
-      if (j + L <= A.n) return load(p + j);
-      memcpy(&x, p + j, (A.n - j) * sizeof(T));
-      return x;
-    };
     for (int64_t j = 0; j < A.n; j += L) {
-      const V<T> p = some(w, j);
+      const V<T> p = some(w, j, A.n);
       if (!above<T>(p, V<T>{})) continue;
       const I<T> on = ~(p <= 0);
       const V<T> a = select<T>(on, steep<K, T>(p, power), V<T>{});
       if constexpr (keeps_steep<K>) store(kept + j, a);
       total += a;
-      product += select<T>(on, a * some(dw, j), V<T>{});
+      product += select<T>(on, a * some(dw, j, A.n), V<T>{});
     }
     const T mass = K == GAUSS ? 1 : sum<T>(total);
     const V<T> mu = splat(mass == 0 ? 0 : sum<T>(product) / mass), scale = splat((T)A.scale);
     for (int64_t j = 0; j < A.n; j += L) {
-      const V<T> p = some(w, j);
+      const V<T> p = some(w, j, A.n);
       V<T> g = {};
       if (above<T>(p, V<T>{})) {
         V<T> a;
         if constexpr (keeps_steep<K>) a = load(kept + j);
         else a = steep<K, T>(p, power);
-        g = select<T>(~(p <= 0), a * (some(dw, j) - mu) * scale, V<T>{});
+        g = select<T>(~(p <= 0), a * (some(dw, j, A.n) - mu) * scale, V<T>{});
       }
-      if (j + L <= A.n) store(ds + j, g);
-      else memcpy(ds + j, &g, (A.n - j) * sizeof(T));
+      put(ds, j, A.n, g);
     }
   }
 }
 
 template <Kind K, class T>
-int32_t run_type(const WeightMap& A, bool back) {
-  Task task{A, {}, rows_together(A.n)};
+int32_t run_type(const RowMap& R, bool back) {
+  const WeightMap& A = *R.map;
+  Task task{R, A, {}, rows_together(A.n)};
   task.rules.rule = A.rule;
   task.rules.nearest = A.nearest;
   Job job{};
@@ -370,19 +442,20 @@ int32_t run_type(const WeightMap& A, bool back) {
   return run(A, job);
 }
 template <Kind K>
-int32_t run_kind(const WeightMap& A, bool back) {
-  return A.is_double ? run_type<K, double>(A, back) : run_type<K, float>(A, back);
+int32_t run_kind(const RowMap& R, bool back) {
+  return R.map->is_double ? run_type<K, double>(R, back) : run_type<K, float>(R, back);
 }
-int32_t run_any(const WeightMap& A, bool back) {
-  if (A.profile == EXP) return run_kind<GAUSS>(A, back);
-  return A.r == 0   ? run_kind<POWER_0>(A, back)
-         : A.r == 1 ? run_kind<POWER_1>(A, back)
-         : A.r == 2 ? run_kind<POWER_2>(A, back)
-         : A.r == 3 ? run_kind<POWER_3>(A, back)
-                    : run_kind<POWER_ANY>(A, back);
+int32_t run_any(const RowMap& R, bool back) {
+  const WeightMap& A = *R.map;
+  if (A.profile == EXP) return run_kind<GAUSS>(R, back);
+  return A.r == 0   ? run_kind<POWER_0>(R, back)
+         : A.r == 1 ? run_kind<POWER_1>(R, back)
+         : A.r == 2 ? run_kind<POWER_2>(R, back)
+         : A.r == 3 ? run_kind<POWER_3>(R, back)
+                    : run_kind<POWER_ANY>(R, back);
 }
-int32_t forward(const WeightMap& A) { return run_any(A, false); }
-int32_t backward(const WeightMap& A) { return run_any(A, true); }
+int32_t forward(const RowMap& R) { return run_any(R, false); }
+int32_t backward(const RowMap& R) { return run_any(R, true); }
 
 }  // namespace
 

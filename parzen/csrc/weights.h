@@ -16,10 +16,18 @@ struct WeightMap {
   void* out;                 // weights; in backward the gradient of the scores
 };
 
+// What only some maps have.
+struct RowMap {
+  const WeightMap* map;
+  const void *r_at, *level_at;  // (rows) in place of r and level, or null
+  const void* score;            // backward of a power within a margin or radius: the scores
+  void* push;                   // (rows), likewise, or null: the gradient of the margin, of −θ for a radius
+};
+
 // 0, or 1 when memory ran out.
 struct WeightMaps {
-  int32_t (*forward)(const WeightMap&);
-  int32_t (*backward)(const WeightMap&);
+  int32_t (*forward)(const RowMap&);
+  int32_t (*backward)(const RowMap&);
 };
 
 }  // namespace parzen
