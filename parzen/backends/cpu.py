@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from parzen.backends import engine, native, reference
@@ -62,10 +61,8 @@ def info() -> dict[str, Any]:
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in ``dtype`` with unit stride and a multiple of 16 columns along the last axis."""
+    """x in ``dtype`` with unit stride along the last axis."""
     x = _as(x, dtype)
-    if x.shape[-1] % 16:
-        return F.pad(x, (0, -x.shape[-1] % 16))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -129,12 +126,6 @@ def _prepare(tensors: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
-def _cut(x: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """x as ``_rows`` found it."""
-    found: Tensor = _as(x if x.shape[3] == width else x[..., :width], dtype)
-    return found
-
-
 def _forward(*args: Any) -> tuple[Tensor, ...]:
     *args, save = args  # type: ignore[assignment]
     saved = _saved(args, save)
@@ -148,10 +139,11 @@ def _output(args: Sequence[Any], saved: tuple[Tensor, ...] | None) -> Tensor:
     if 0 in shape:
         return q.new_empty((*shape, v.shape[3]))
     inputs = _prepare(args[:TENSORS])
-    o = inputs[0].new_empty((*shape, inputs[2].shape[3]))
+    o = inputs[0].new_empty((*shape, v.shape[3]))
     packed = _pack(inputs, args[TENSORS:], saved, o=o)
     native.loaded().call("forward", packed)
-    return _cut(o, v.shape[3], q.dtype)
+    found: Tensor = _as(o, q.dtype)
+    return found
 
 
 def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -166,7 +158,7 @@ def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
         for shape, need in zip(shapes, needs, strict=True)
     ]
     if 0 in (q.shape[0], q.shape[1], q.shape[2]):
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), *extra
+        return *(x.new_zeros(x.shape) for x in (q, k, v)), *extra
     inputs = _prepare(args[:TENSORS])
     do = _rows(do, dtype)
     dq, dk, dv = (torch.empty(x.shape, dtype=dtype) for x in inputs[:3])
@@ -179,7 +171,7 @@ def _backward(do: Tensor, *args: Any) -> tuple[Tensor, ...]:
         dscale=dscale, dlevel=dlevel, dr=dr, dslopes=dslopes,
     )  # fmt: skip
     native.loaded().call("backward", packed)
-    return *(_cut(g, x.shape[3], x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)), *extra
+    return *(_as(g, x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)), *extra
 
 
 engine.register("cpu", _forward, _backward, _saved, _LISTS, ("CPU",))

@@ -19,11 +19,10 @@ constexpr float FINEST = 127 * 128;  // the largest integer of a query, two digi
 
 // c, d, and the largest ‖k'‖ of the chunk.
 INLINE int64_t frame_size(int64_t E) { return 2 * E + 1; }
-INLINE int64_t code_width(int64_t E) { return (E + 3) / 4 * 4; }
 
 template <class X>
 INLINE double as_double(const X* p) {
-  if constexpr (sizeof(X) == 2) return load_some(p, 1)[0];
+  if constexpr (sizeof(X) == 2) return load_some_as(p, 1)[0];
   else return *p;
 }
 

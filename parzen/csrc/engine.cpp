@@ -115,7 +115,7 @@ Tile<T> tile_at(const Problem<T>& P, int64_t b, int64_t h, int64_t t) {
   tile.value_panels = P.values_packed + P.first_block(b, tile.hk) * BLOCK * A.D;
   if (P.codes) {
     const int64_t block = P.first_block(b, tile.hk);
-    tile.codes = {P.codes + block * BLOCK * A.E, P.steps + block * BLOCK, P.bounds + block};
+    tile.codes = {P.codes + block * BLOCK * code_width(A.E), P.steps + block * BLOCK, P.bounds + block};
   }
   return tile;
 }
@@ -216,7 +216,8 @@ void pack_item(const void* data, int64_t number, char*) {
   pack_panels(x, job.x.i, n, job.width, job.out + block * BLOCK * job.width);
   if constexpr (SCREENS && sizeof(T) == 4)
     if (job.codes)
-      code_keys(x, job.x.i, n, job.width, job.codes + block * BLOCK * job.width, P.steps + block * BLOCK, P.bounds + block);
+      code_keys(x, job.x.i, n, job.width, job.codes + block * BLOCK * code_width(job.width), P.steps + block * BLOCK,
+                P.bounds + block);
 }
 
 template <class T>
@@ -250,10 +251,10 @@ struct ForwardScratch {
     weight = pieces.take<T>(ROWS * list_stride);
     index = pieces.take<int32_t>(ROWS * list_stride);
     panels = pieces.take<T>(packed_keys * A.E);
-    codes = pieces.take<uint8_t>(packed_keys * A.E);
+    codes = pieces.take<uint8_t>(packed_keys * code_width(A.E));
     steps = pieces.take<float>(packed_keys);
     bounds = pieces.take<Bound>(packed_keys / BLOCK);
-    query_codes = pieces.take<int8_t>(ROWS * A.E);
+    query_codes = pieces.take<int8_t>(ROWS * code_width(A.E));
     picked = pieces.take<int32_t>(list_stride);
     others = pieces.take<T>(list_stride);
   }
@@ -326,6 +327,7 @@ INLINE void find_best(Row<T>& row) {
 template <Kind K, class T>
 bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& scratch) {
   const Args& A = P.A;
+  const int64_t width = code_width(A.E);
   Bound worst = {0, 0};
   for (int64_t block = tile.first; block < tile.last; block++) {
     const Bound& bound = tile.codes.bounds[block];
@@ -334,13 +336,13 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
   }
   if (worst.size == INFINITY) return false;
   CodedQueries<ROWS> queries = {};
-  memset(scratch.query_codes, 0, ROWS * A.E);
+  memset(scratch.query_codes, 0, ROWS * width);
   copy_rows(P.at_query(A.q, tile.b, tile.h, tile.i0), A.q.i, tile.n, A.E, tile.scale, scratch.scaled);
   for (int64_t i = 0; i < tile.n; i++) {
     const T* query = scratch.scaled + i * A.E;
     Row<T>& row = scratch.row[i];
     // A query without codes keeps every key, and the others of its tile their bits.
-    const bool coded = finite(query, A.E) && code_query(query, A.E, scratch.query_codes + i * A.E, queries, i);
+    const bool coded = finite(query, A.E) && code_query(query, A.E, scratch.query_codes + i * width, queries, i);
     row.slack = coded ? 2 * slack_of(queries, worst, A.E, i) : INFINITY;
     row.cut -= row.slack;
   }
@@ -352,7 +354,7 @@ bool screen_tile(const Problem<T>& P, const Tile<T>& tile, ForwardScratch<T>& sc
   for (int64_t block = tile.first; block < tile.last; block++) {
     const int64_t j0 = block * BLOCK;
     for (int64_t g = 0; g < tile.n; g += MR) {
-      near_scores(scratch.query_codes + g * A.E, tile.codes.codes + j0 * A.E, A.E, queries.offset + g,
+      near_scores(scratch.query_codes + g * width, tile.codes.codes + j0 * width, width, queries.offset + g,
                   queries.step + g, tile.codes.steps + j0, scratch.s);
       for (int64_t i = g; i < smaller(g + MR, tile.n); i++) {
         T* s = scratch.s + (i - g) * BLOCK;
@@ -504,7 +506,10 @@ void forward_tile(const Problem<T>& P, Tile<T>& tile, ForwardScratch<T>& scratch
   }
   for (int64_t i = 0; i < tile.n; i++) {
     T* o = P.at_query(A.o, tile.b, tile.h, tile.i0 + i);
-    for (int64_t d = 0; d < A.D; d += LANES<T>) store<T>(o + d, load(scratch.out + i * A.D + d) * stats[i].inverse);
+    const T *sum = scratch.out + i * A.D, inverse = stats[i].inverse;
+    for_row<T>(A.D, [&](auto part, int64_t d, int64_t width) {
+      store<part, T>(o + d, load<part>(sum + d, width) * inverse, width);
+    });
   }
 }
 
@@ -573,7 +578,7 @@ int32_t forward_kind(const Args& A) {
     P.keys_packed = allocate<T>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
     failed = !P.keys_packed;
     if (screens<K, T>(A)) {
-      P.codes = allocate<uint8_t>(A.Hk * P.blocks_per_head() * BLOCK * A.E);
+      P.codes = allocate<uint8_t>(A.Hk * P.blocks_per_head() * BLOCK * code_width(A.E));
       P.steps = allocate<float>(A.Hk * P.blocks_per_head() * BLOCK);
       P.bounds = allocate<Bound>(A.Hk * P.blocks_per_head());
       failed |= !P.codes || !P.steps || !P.bounds;
@@ -647,7 +652,7 @@ INLINE void finish_query(const Problem<T>& P, const Tile<T>& tile, int64_t i, T*
   if (A.dscale) {
     const T* q = P.at_query(A.q, tile.b, tile.h, tile.i0 + i);
     V<T> dot = {};
-    for (int64_t e = 0; e < A.E; e += LANES<T>) dot += load(q + e) * load(dq + e);
+    for_row<T>(A.E, [&](auto part, int64_t e, int64_t width) { dot += load<part>(q + e, width) * load<part>(dq + e, width); });
     ((T*)A.dscale)[tile.row0 + i] = sum<T>(dot);
   }
   T* out = P.at_query(A.dq, tile.b, tile.h, tile.i0 + i);
@@ -896,17 +901,19 @@ INLINE int64_t lower_bound(const int32_t* index, int64_t n, int64_t key) {
 }
 
 // x[index[l]] += w[l]·y
-template <class T, int N>
-INLINE void scatter_columns(T* x, int64_t ld, const T* w, const int32_t* index, int64_t n, const T* y) {
+template <class T, int N, bool PART = false>
+INLINE void scatter_columns(T* x, int64_t ld, const T* w, const int32_t* index, int64_t n, const T* y,
+                            int64_t width = 0) {
   V<T> v[N];
 #pragma GCC unroll 16
-  for (int c = 0; c < N; c++) v[c] = load(y + c * LANES<T>);
+  for (int c = 0; c < N; c++) v[c] = load<PART>(y + c * LANES<T>, width);
   for (int64_t l = 0; l < n; l++) {
     if (l + AHEAD < n) fetch(x + index[l + AHEAD] * ld, N * BYTES);
     T* row = x + index[l] * ld;
     const V<T> f = splat(w[l]);
 #pragma GCC unroll 16
-    for (int c = 0; c < N; c++) store<T>(row + c * LANES<T>, fma<T>(f, v[c], load(row + c * LANES<T>)));
+    for (int c = 0; c < N; c++)
+      store<PART, T>(row + c * LANES<T>, fma<T>(f, v[c], load<PART>(row + c * LANES<T>, width)), width);
   }
 }
 template <class T>
@@ -914,7 +921,8 @@ void scatter(T* x, int64_t ld, const T* w, const int32_t* index, int64_t n, cons
   constexpr int W = REGISTER_VECTORS;
   int64_t d = 0;
   for (; d + W * LANES<T> <= D; d += W * LANES<T>) scatter_columns<T, W>(x + d, ld, w, index, n, y + d);
-  for (; d < D; d += LANES<T>) scatter_columns<T, 1>(x + d, ld, w, index, n, y + d);
+  for (; d + LANES<T> <= D; d += LANES<T>) scatter_columns<T, 1>(x + d, ld, w, index, n, y + d);
+  if (d < D) scatter_columns<T, 1, true>(x + d, ld, w, index, n, y + d, D - d);
 }
 
 template <class T>

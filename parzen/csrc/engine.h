@@ -18,7 +18,7 @@ using Body = void (*)(int64_t begin, int64_t end, void* context);
 using ParallelFor = int32_t (*)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
 
 struct Args {
-  // E and D are multiples of 16. For packed sequences B is their number, T and S the longest lengths.
+  // E and D are any widths; a row's elements follow one another. For packed sequences B is their number, T and S the longest lengths.
   int64_t B, H, Hk, T, S, E, D;
   int64_t is_double, profile, rule, nearest, diagonal, left, right, threads;
   double scale, level, r, dropout;

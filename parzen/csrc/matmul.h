@@ -11,6 +11,9 @@ template <class T>
 constexpr int NR = REGISTER_VECTORS* LANES<T>;  // keys in a panel
 constexpr int BLOCK = 64;                       // keys in a block: one or more panels
 
+// Bytes of a row of 8-bit codes: whole fours.
+INLINE int64_t code_width(int64_t E) { return (E + 3) / 4 * 4; }
+
 // x[i][l] becomes x[l][i], by exchanging blocks of 1, 2, 4, … lanes between pairs of rows.
 template <class T, int W = 1>
 INLINE void transpose(V<T>* x) {
@@ -36,15 +39,16 @@ template <class T>
 void pack_panels(const T* x, int64_t ld, int64_t n, int64_t E, T* out) {
   for (int64_t first = 0; first < (n + BLOCK - 1) / BLOCK * BLOCK; first += NR<T>, out += NR<T> * E)
     for (int64_t j = 0; j < NR<T>; j += LANES<T>)
-      for (int64_t e = 0; e < E; e += LANES<T>) {
+      for_row<T>(E, [&](auto part, int64_t e, int64_t width) {
         V<T> square[LANES<T>];
 #pragma GCC unroll 16
         for (int i = 0; i < LANES<T>; i++)
-          square[i] = first + j + i < n ? load(x + (first + j + i) * ld + e) : V<T>{};
+          square[i] = first + j + i < n ? load<part>(x + (first + j + i) * ld + e, width) : V<T>{};
         transpose<T>(square);
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES<T>; i++) store(out + (e + i) * NR<T> + j, square[i]);
-      }
+        for (int i = 0; i < LANES<T>; i++)
+          if (!part || i < width) store(out + (e + i) * NR<T> + j, square[i]);
+      });
 }
 
 // Rows [0, n) of x times their factors, then zero rows up to a whole group.
@@ -52,7 +56,9 @@ template <class T>
 void copy_rows(const T* x, int64_t ld, int64_t n, int64_t E, const T* factor, T* out) {
   for (int64_t i = 0; i < n; i++) {
     const T f = factor ? factor[i] : 1;
-    for (int64_t e = 0; e < E; e += LANES<T>) store<T>(out + i * E + e, load(x + i * ld + e) * f);
+    for_row<T>(E, [&](auto part, int64_t e, int64_t width) {
+      store<part, T>(out + i * E + e, load<part>(x + i * ld + e, width) * f, width);
+    });
   }
   for (int64_t i = n; i % MR; i++) memset(out + i * E, 0, E * sizeof(T));
 }
@@ -60,7 +66,7 @@ void copy_rows(const T* x, int64_t ld, int64_t n, int64_t E, const T* factor, T*
 template <class T>
 bool finite(const T* x, int64_t E) {
   V<T> zero = {};
-  for (int64_t e = 0; e < E; e += LANES<T>) zero += load(x + e) * 0;
+  for_row<T>(E, [&](auto part, int64_t e, int64_t width) { zero += load<part>(x + e, width) * 0; });
   return sum<T>(zero) == 0;
 }
 template <class T>
@@ -95,17 +101,19 @@ __attribute__((noinline)) void scores(const T* rows, const T* panel, int64_t E, 
   }
 }
 
-template <class T, int M, int N>
-INLINE void gemm_tile(T* c, int64_t ldc, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, int64_t K) {
+// N vectors of columns, or for PART the first `width` lanes of one.
+template <class T, int M, int N, bool PART>
+INLINE void gemm_tile(T* c, int64_t ldc, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, int64_t K,
+                      int64_t width) {
   V<T> acc[M][N];
 #pragma GCC unroll 16
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) acc[i][n] = load(c + i * ldc + n * LANES<T>);
+    for (int n = 0; n < N; n++) acc[i][n] = load<PART>(c + i * ldc + n * LANES<T>, width);
   for (int64_t k = 0; k < K; k++, a += ak, b += ldb) {
     V<T> x[N];
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) x[n] = load(b + n * LANES<T>);
+    for (int n = 0; n < N; n++) x[n] = load<PART>(b + n * LANES<T>, width);
 #pragma GCC unroll 16
     for (int i = 0; i < M; i++) {
       V<T> y = splat(a[i * am]);
@@ -116,33 +124,34 @@ INLINE void gemm_tile(T* c, int64_t ldc, const T* a, int64_t am, int64_t ak, con
 #pragma GCC unroll 16
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) store(c + i * ldc + n * LANES<T>, acc[i][n]);
+    for (int n = 0; n < N; n++) store<PART>(c + i * ldc + n * LANES<T>, acc[i][n], width);
 }
 
-template <class T, int N>
+template <class T, int N, bool PART = false>
 void gemm_columns(T* c, int64_t ldc, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, int64_t M,
-                  int64_t K) {
+                  int64_t K, int64_t width = 0) {
   int64_t i = 0;
-  for (; i + MR <= M; i += MR) gemm_tile<T, MR, N>(c + i * ldc, ldc, a + i * am, am, ak, b, ldb, K);
+  for (; i + MR <= M; i += MR) gemm_tile<T, MR, N, PART>(c + i * ldc, ldc, a + i * am, am, ak, b, ldb, K, width);
   if (i + 4 <= M) {
-    gemm_tile<T, 4, N>(c + i * ldc, ldc, a + i * am, am, ak, b, ldb, K);
+    gemm_tile<T, 4, N, PART>(c + i * ldc, ldc, a + i * am, am, ak, b, ldb, K, width);
     i += 4;
   }
   if (i + 2 <= M) {
-    gemm_tile<T, 2, N>(c + i * ldc, ldc, a + i * am, am, ak, b, ldb, K);
+    gemm_tile<T, 2, N, PART>(c + i * ldc, ldc, a + i * am, am, ak, b, ldb, K, width);
     i += 2;
   }
-  if (i < M) gemm_tile<T, 1, N>(c + i * ldc, ldc, a + i * am, am, ak, b, ldb, K);
+  if (i < M) gemm_tile<T, 1, N, PART>(c + i * ldc, ldc, a + i * am, am, ak, b, ldb, K, width);
 }
 
-// c[m, n] += Σ_k a[m, k]·b[k, n] for n < N, a multiple of LANES.
+// c[m, n] += Σ_k a[m, k]·b[k, n] for n < N.
 template <class T>
 void gemm(T* c, int64_t ldc, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, int64_t M, int64_t N,
           int64_t K) {
   int64_t n = 0;
   for (; n + NR<T> <= N; n += NR<T>)
     gemm_columns<T, REGISTER_VECTORS>(c + n, ldc, a, am, ak, b + n, ldb, M, K);
-  for (; n < N; n += LANES<T>) gemm_columns<T, 1>(c + n, ldc, a, am, ak, b + n, ldb, M, K);
+  for (; n + LANES<T> <= N; n += LANES<T>) gemm_columns<T, 1>(c + n, ldc, a, am, ak, b + n, ldb, M, K);
+  if (n < N) gemm_columns<T, 1, true>(c + n, ldc, a, am, ak, b + n, ldb, M, K, N - n);
 }
 
 constexpr int AHEAD = 8;
@@ -151,20 +160,21 @@ INLINE void fetch(const void* p, int64_t bytes) {
   for (int64_t o = 0; o < bytes; o += 64) __builtin_prefetch((const char*)p + o);
 }
 
-template <class T, int N>
-INLINE void combine_columns(T* out, const T* w, const int32_t* index, int64_t n, const T* x, int64_t ld) {
+template <class T, int N, bool PART = false>
+INLINE void combine_columns(T* out, const T* w, const int32_t* index, int64_t n, const T* x, int64_t ld,
+                            int64_t width = 0) {
   V<T> acc[N];
 #pragma GCC unroll 16
-  for (int c = 0; c < N; c++) acc[c] = load(out + c * LANES<T>);
+  for (int c = 0; c < N; c++) acc[c] = load<PART>(out + c * LANES<T>, width);
   for (int64_t l = 0; l < n; l++) {
     if (l + AHEAD < n) fetch(x + index[l + AHEAD] * ld, N * BYTES);
     const T* row = x + index[l] * ld;
     V<T> y = splat(w[l]);
 #pragma GCC unroll 16
-    for (int c = 0; c < N; c++) acc[c] = fma<T>(y, load(row + c * LANES<T>), acc[c]);
+    for (int c = 0; c < N; c++) acc[c] = fma<T>(y, load<PART>(row + c * LANES<T>, width), acc[c]);
   }
 #pragma GCC unroll 16
-  for (int c = 0; c < N; c++) store(out + c * LANES<T>, acc[c]);
+  for (int c = 0; c < N; c++) store<PART>(out + c * LANES<T>, acc[c], width);
 }
 
 // out += Σ_l w[l]·x[index[l]]
@@ -174,7 +184,8 @@ void combine(T* out, const T* w, const int32_t* index, int64_t n, const T* x, in
   int64_t d = 0;
   for (; d + W * LANES<T> <= D; d += W * LANES<T>)
     combine_columns<T, W>(out + d, w, index, n, x + d, ld);
-  for (; d < D; d += LANES<T>) combine_columns<T, 1>(out + d, w, index, n, x + d, ld);
+  for (; d + LANES<T> <= D; d += LANES<T>) combine_columns<T, 1>(out + d, w, index, n, x + d, ld);
+  if (d < D) combine_columns<T, 1, true>(out + d, w, index, n, x + d, ld, D - d);
 }
 
 template <class T>
@@ -185,7 +196,8 @@ INLINE T dot(const T* x, const T* y, int64_t D) {
     acc[0] = fma<T>(load(x + d), load(y + d), acc[0]);
     acc[1] = fma<T>(load(x + d + LANES<T>), load(y + d + LANES<T>), acc[1]);
   }
-  if (d < D) acc[0] = fma<T>(load(x + d), load(y + d), acc[0]);
+  if (d + LANES<T> <= D) acc[0] = fma<T>(load(x + d), load(y + d), acc[0]), d += LANES<T>;
+  if (d < D) acc[1] = fma<T>(load_some(x + d, D - d), load_some(y + d, D - d), acc[1]);
   return sum<T>(acc[0] + acc[1]);
 }
 

@@ -108,7 +108,7 @@ INLINE void add_rows(T* out, const T* w, int64_t n, int64_t D, Rows row) {
   for (; d + 4 * L <= D; d += 4 * L) add_columns<4>(out + d, w, n, [&](int64_t l) { return row(l) + d; });
   for (; d + L <= D; d += L) add_columns<1>(out + d, w, n, [&](int64_t l) { return row(l) + d; });
   for (int64_t l = 0; l < n && d < D; l++)
-    if (w[l] != 0) store<T>(out + d, fma<T>(splat(w[l]), load_some(row(l) + d, D - d), load(out + d)));
+    if (w[l] != 0) store<T>(out + d, fma<T>(splat(w[l]), load_some_as(row(l) + d, D - d), load(out + d)));
 }
 
 template <class X, class T>

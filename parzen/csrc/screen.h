@@ -53,18 +53,19 @@ INLINE float step_of(float top) { return top > 0 ? top / 127 : 1; }
 
 INLINE float largest_size(const float* x, int64_t E) {
   V<float> top = {};
-  for (int64_t e = 0; e < E; e += LANES<float>) {
-    const V<float> y = load(x + e);
+  for_row<float>(E, [&](auto part, int64_t e, int64_t width) {
+    const V<float> y = load<part>(x + e, width);
     top = maximum<float>(top, maximum<float>(y, -y));
-  }
+  });
   return largest<float>(top);
 }
 
 inline void code_keys(const float* x, int64_t ld, int64_t n, int64_t E, uint8_t* codes, float* steps, Bound* bounds) {
-  int8_t row[1024];
-  for (int64_t first = 0; first < n; first += BLOCK, codes += BLOCK * E, steps += BLOCK, bounds++) {
+  const int64_t width = code_width(E);
+  int8_t row[1024] = {};
+  for (int64_t first = 0; first < n; first += BLOCK, codes += BLOCK * width, steps += BLOCK, bounds++) {
     const int64_t keys = n - first < BLOCK ? n - first : BLOCK;
-    memset(codes, 128, BLOCK * E);
+    memset(codes, 128, BLOCK * width);
     memset(steps, 0, BLOCK * sizeof(float));
     *bounds = {0, 0};
     for (int64_t j = 0; j < keys; j++) {
@@ -77,7 +78,7 @@ inline void code_keys(const float* x, int64_t ld, int64_t n, int64_t E, uint8_t*
       const float error = quantise(key, E, steps[j] = step_of(top), row, size);
       bounds->error = error > bounds->error ? error : bounds->error;
       bounds->size = size > bounds->size ? size : bounds->size;
-      for (int64_t e = 0; e < E; e += 4) {
+      for (int64_t e = 0; e < width; e += 4) {
         uint32_t four;
         memcpy(&four, row + e, 4);
         four ^= 0x80808080u;  // + 128 in each byte
@@ -119,21 +120,21 @@ INLINE float slack_of(const CodedQueries<N>& q, const Bound& k, int64_t E, int64
 #if defined(__AVX512VNNI__)
 // In assembly, because GCC 12 copies every accumulator around the intrinsic.
 // out[i, j] = step·step·product of one group of queries and one block of keys, exact up to 1024 coordinates.
-__attribute__((noinline)) void near_scores(const int8_t* queries, const uint8_t* keys, int64_t E,
+__attribute__((noinline)) void near_scores(const int8_t* queries, const uint8_t* keys, int64_t width,
                                            const int32_t* offset, const float* query_step, const float* steps, float* out) {
   __m512i acc[MR][4];
 #pragma GCC unroll 8
   for (int i = 0; i < MR; i++)
 #pragma GCC unroll 8
     for (int c = 0; c < 4; c++) acc[i][c] = _mm512_set1_epi32(offset[i]);
-  for (int64_t e = 0; e < E; e += 4, keys += 4 * BLOCK) {
+  for (int64_t e = 0; e < width; e += 4, keys += 4 * BLOCK) {
     __m512i key[4];
 #pragma GCC unroll 8
     for (int c = 0; c < 4; c++) key[c] = _mm512_loadu_si512(keys + 64 * c);
 #pragma GCC unroll 8
     for (int i = 0; i < MR; i++) {
       int32_t four;
-      memcpy(&four, queries + i * E + e, 4);
+      memcpy(&four, queries + i * width + e, 4);
       const __m512i x = _mm512_set1_epi32(four);
 #pragma GCC unroll 8
       for (int c = 0; c < 4; c++) asm("vpdpbusd %2, %1, %0" : "+v"(acc[i][c]) : "v"(key[c]), "v"(x));
@@ -150,15 +151,20 @@ __attribute__((noinline)) void near_scores(const int8_t* queries, const uint8_t*
   }
 }
 
-// Coordinates [0, 4) of 16 keys, one coordinate a vector.
-INLINE void gather_four(const float* keys, int64_t ld, const int32_t* index, __m512* out) {
+// Coordinates [0, 4) of 16 keys, one coordinate a vector, or for PART only the first of them.
+template <bool PART>
+INLINE void gather_four(const float* keys, int64_t ld, const int32_t* index, int64_t width, __m512* out) {
+  const auto four = [&](int key) {
+    const float* p = keys + index[key] * ld;
+    return PART ? _mm_maskz_loadu_ps((__mmask8)((1 << width) - 1), p) : _mm_loadu_ps(p);
+  };
   __m512 x[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
-    x[i] = _mm512_castps128_ps512(_mm_loadu_ps(keys + index[i] * ld));
+    x[i] = _mm512_castps128_ps512(four(i));
 #pragma GCC unroll 4
     for (int lane = 1; lane < 4; lane++)
-      x[i] = _mm512_mask_broadcast_f32x4(x[i], (__mmask16)(15 << 4 * lane), _mm_loadu_ps(keys + index[4 * lane + i] * ld));
+      x[i] = _mm512_mask_broadcast_f32x4(x[i], (__mmask16)(15 << 4 * lane), four(4 * lane + i));
   }
   const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(x[0], x[1])), b = _mm512_castps_pd(_mm512_unpacklo_ps(x[2], x[3]));
   const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(x[0], x[1])), d = _mm512_castps_pd(_mm512_unpackhi_ps(x[2], x[3]));
@@ -176,17 +182,21 @@ __attribute__((noinline)) void scores_at(const float* query, const float* keys, 
     if (l + 32 < n)
       for (int64_t i = 0; i < 32; i++) fetch(keys + index[l + 32 + i] * ld, E * sizeof(float));
     __m512 acc[2] = {};
-    for (int64_t e = 0; e < E; e += 4) {
+    const auto add = [&](auto part, int64_t e, int64_t width) {
       __m512 x[2][4];
-      gather_four(keys + e, ld, index + l, x[0]);
-      gather_four(keys + e, ld, index + l + 16, x[1]);
+      gather_four<part>(keys + e, ld, index + l, width, x[0]);
+      gather_four<part>(keys + e, ld, index + l + 16, width, x[1]);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
+        if (part && i >= width) break;
         const __m512 y = _mm512_set1_ps(query[e + i]);
         acc[0] = _mm512_fmadd_ps(y, x[0][i], acc[0]);
         acc[1] = _mm512_fmadd_ps(y, x[1][i], acc[1]);
       }
-    }
+    };
+    int64_t e = 0;
+    for (; e + 4 <= E; e += 4) add(Some<false>{}, e, 4);
+    if (e < E) add(Some<true>{}, e, E - e);
     for (int i = 0; i < 2; i++) _mm512_storeu_ps(out + l + 16 * i, _mm512_mul_ps(acc[i], _mm512_set1_ps(factor)));
   }
 }

@@ -169,6 +169,59 @@ INLINE void compress(V<T> x, uint32_t bits, T* out) {
 #endif
 }
 
+// The first n < LANES elements at p, then zeros; what lies behind them is not touched.
+template <class T>
+INLINE V<T> load_some(const T* p, int64_t n) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) return _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+  else return _mm512_maskz_loadu_pd((__mmask8)((1u << n) - 1), p);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) return _mm256_maskload_ps(p, (__m256i)first_lanes<T>(n));
+  else return _mm256_maskload_pd(p, (__m256i)first_lanes<T>(n));
+#else
+  V<T> x = {};
+  for (int l = 0; l < LANES<T>; l++)
+    if (l < n) x[l] = p[l];
+  return x;
+#endif
+}
+template <class T>
+INLINE void store_some(T* p, V<T> x, int64_t n) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), x);
+  else _mm512_mask_storeu_pd(p, (__mmask8)((1u << n) - 1), x);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(T) == 4) _mm256_maskstore_ps(p, (__m256i)first_lanes<T>(n), x);
+  else _mm256_maskstore_pd(p, (__m256i)first_lanes<T>(n), x);
+#else
+  for (int l = 0; l < LANES<T>; l++)
+    if (l < n) p[l] = x[l];
+#endif
+}
+// A whole vector, or for PART the first n < LANES elements of one.
+template <bool PART, class T>
+INLINE V<T> load(const T* p, int64_t n) {
+  if constexpr (PART) return load_some(p, n);
+  else return load(p);
+}
+template <bool PART, class T>
+INLINE void store(T* p, V<T> x, int64_t n) {
+  if constexpr (PART) store_some(p, x, n);
+  else store(p, x);
+}
+// Calls step(part, e, n) for each vector of a row of E elements: at e, and of n elements where it is the last and
+// `part`, a constant in its type, says that it is not whole.
+template <bool PART>
+struct Some {
+  constexpr operator bool() const { return PART; }
+};
+template <class T, class Step>
+INLINE void for_row(int64_t E, Step step) {
+  int64_t e = 0;
+  for (; e + LANES<T> <= E; e += LANES<T>) step(Some<false>{}, e, LANES<T>);
+  if (e < E) step(Some<true>{}, e, E - e);
+}
+
 // Appends the lanes of x in `bits` to a list of scores and key numbers; may write LANES past the end.
 template <class T>
 INLINE int64_t append(V<T> x, int32_t first, uint32_t bits, T* score, int32_t* index, int64_t n) {

@@ -41,10 +41,14 @@ struct Computed<double> {
 
 // The last elements of a row, n < LANES of them, and zeros.
 template <class X, class T = typename Computed<X>::T>
-INLINE V<T> load_some(const X* p, int64_t n) {
-  alignas(64) X x[LANES<T>] = {};
-  memcpy(x, p, n * sizeof(X));
-  return load_as(x);
+INLINE V<T> load_some_as(const X* p, int64_t n) {
+  if constexpr (sizeof(X) == sizeof(T)) {
+    return load_some(p, n);
+  } else {
+    alignas(64) X x[LANES<T>] = {};
+    memcpy(x, p, n * sizeof(X));
+    return load_as(x);
+  }
 }
 
 // q·x; q ends in zeros up to a whole vector.
@@ -57,7 +61,7 @@ INLINE T product(const T* q, const X* x, int64_t E) {
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) acc[c] = fma<T>(load(q + e + c * L), load_as(x + e + c * L), acc[c]);
   for (; e + L <= E; e += L) acc[0] = fma<T>(load(q + e), load_as(x + e), acc[0]);
-  if (e < E) acc[1] = fma<T>(load(q + e), load_some(x + e, E - e), acc[1]);
+  if (e < E) acc[1] = fma<T>(load(q + e), load_some_as(x + e, E - e), acc[1]);
   return sum<T>((acc[0] + acc[1]) + (acc[2] + acc[3]));
 }
 
