@@ -355,7 +355,12 @@ def _data(arguments: argparse.Namespace) -> int:
 
 
 # What each of them takes beside --threads, --kernels and --out, by the names of its function.
-BENCHES = {"attention": ("lengths", "long"), "decode": ("lengths", "folder"), "call": ()}
+BENCHES = {
+    "attention": ("lengths", "long"),
+    "decode": ("lengths", "folder"),
+    "call": (),
+    "regression": ("quick",),
+}
 
 
 def _add_bench(commands: Commands[Parser]) -> None:
@@ -373,6 +378,7 @@ def _add_bench(commands: Commands[Parser]) -> None:
     command.add_argument(
         "--run", dest="folder", type=path, metavar="RUN", help="decode: what its memories store"
     )
+    command.add_argument("--quick", action="store_true", help="regression: small sizes and tables only")
     command.add_argument("--out", type=path, metavar="DIR", help="save WHAT.md and WHAT.jsonl there")
 
 
