@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -305,6 +306,8 @@ def convert(model: nn.Module, kernel: str | Kernel) -> tuple[str, ...]:
         for module in new:
             _restore(module)
         _restore_encoders(model)
+        if len(new) == len(found):
+            _forget_transformers(model)
         raise
     for _, module in found:
         getattr(module, CHILD).kernel = chosen
@@ -314,7 +317,7 @@ def convert(model: nn.Module, kernel: str | Kernel) -> tuple[str, ...]:
 def restore(model: nn.Module) -> tuple[str, ...]:
     """Takes ``convert`` back: every converted layer is what it was, and its names are returned.
 
-    Kernels and gains are lost. A model of transformers keeps calling parzen, with the Gaussian.
+    Kernels and gains are lost. A model of transformers has the attention implementation that it had.
 
     Raises:
         ValueError: the model was not converted.
@@ -323,6 +326,7 @@ def restore(model: nn.Module) -> tuple[str, ...]:
     for name in names:
         _restore(model.get_submodule(name))
     _restore_encoders(model)
+    _forget_transformers(model)
     return names
 
 
@@ -372,14 +376,29 @@ def _uses_the_interface(cls: type) -> bool:
     return any(mentions(c, "ALL_ATTENTION_FUNCTIONS") for c in cls.__mro__)
 
 
+# The name of transformers' attention implementation that leaves the kernel to each layer.
+CONVERTED = "parzen:converted"
+
+
 def _tell_transformers(model: nn.Module) -> None:
     """Has a model of transformers call parzen at all; each layer knows which kernel."""
     for module in model.modules():
         tell = getattr(module, "set_attn_implementation", None)
         if tell is None:
             continue
+        if "parzen.integrations.transformers" not in sys.modules:
+            raise ValueError(
+                "transformers does not know parzen: call parzen.integrations.transformers.register() first"
+            )
+        vars(module).setdefault("attention_before", [(c, c._attn_implementation) for c in configs_of(module)])
         try:
-            tell("parzen:gaussian")
+            if any(_uses_the_interface(type(m)) for m in module.modules()):
+                tell(CONVERTED)
+            elif configs_of(module)[0]._attn_implementation == "eager" and getattr(
+                module, "_supports_sdpa", False
+            ):
+                # Its layers have a branch for each, and torch's function is in this one.
+                tell("sdpa")
         except ValueError as error:
             if "is not supported" not in str(error):
                 # The integration refuses it: a layer that is no part of what was converted.
@@ -388,6 +407,25 @@ def _tell_transformers(model: nn.Module) -> None:
                 "transformers does not know parzen: call parzen.integrations.transformers.register() first"
             ) from error
         return
+
+
+def _forget_transformers(model: nn.Module) -> None:
+    """Gives models of transformers the implementations back that they had."""
+    for module in model.modules():
+        for config, name in vars(module).pop("attention_before", ()):
+            config._attn_implementation_internal = name
+
+
+def configs_of(model: Any) -> list[Any]:
+    """Of a model of transformers, and of its parts."""
+    found = {id(m.config): m.config for m in model.modules() if hasattr(m, "set_attn_implementation")}
+    todo = list(found.values())
+    for config in todo:
+        parts = [getattr(config, name, None) for name in config.sub_configs]
+        new = [c for c in parts if c is not None and id(c) not in found]
+        found |= {id(c): c for c in new}
+        todo += new
+    return todo
 
 
 def mentions(cls: type, name: str) -> bool:

@@ -2,9 +2,12 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import nn
@@ -592,11 +595,97 @@ def test_compiled_in_one_graph():
         assert_close(once(x, position_embeddings=rotary), layer(x, position_embeddings=rotary))
 
 
-def test_saving_and_loading_with_a_kernel(tmp_path):
-    model, given = make("llama"), inputs("llama")
+LOAD = """
+import sys
+import torch
+import parzen.integrations.transformers
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokens = torch.load(sys.argv[2])
+torch.save((model(tokens).logits, model.config._attn_implementation), sys.argv[2])
+"""
+
+
+def loaded_elsewhere(folder, tokens):
+    """Logits and implementation of a saved model in a process that imports parzen, and no more."""
+    torch.save(tokens, folder / "tokens.pt")
+    arguments = [sys.executable, "-c", LOAD, str(folder), str(folder / "tokens.pt")]
+    subprocess.run(arguments, check=True, capture_output=True)
+    return torch.load(folder / "tokens.pt")
+
+
+@pytest.mark.parametrize("kernel", ["parzen:biweight", "parzen:knn_gaussian?k=3"])
+def test_a_kernel_by_name_is_in_the_saved_config(kernel, tmp_path):
+    model, tokens = make("llama", kernel), inputs("llama")["input_ids"]
     model.save_pretrained(tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="parzen:biweight")
-    assert_close(again(**given).logits, model(**given).logits)
+    logits, implementation = loaded_elsewhere(tmp_path, tokens)
+    assert implementation == kernel
+    assert_close(logits, model(tokens).logits)
+    assert not hasattr(model.config, "parzen")
+    # Another choice is stronger, and is what is saved then.
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert again.config._attn_implementation == "sdpa"
+    again.save_pretrained(tmp_path)
+    assert "parzen" not in (tmp_path / "config.json").read_text()
+
+
+def test_kernels_and_gains_of_a_converted_model_are_saved(tmp_path):
+    model, tokens = make("llama", "eager"), inputs("llama")["input_ids"]
+    softmax = model(tokens).logits
+    parzen.nn.convert(model, "biweight")
+    assert model.config._attn_implementation == "parzen:converted"
+    first, second = (layer.self_attn.parzen for layer in model.model.layers)
+    first.kernel, second.gain = parzen.kernel("relumax?margin=2"), torch.tensor([0.5, 1, 2, 3])
+    expected = model(tokens).logits
+    model.save_pretrained(tmp_path)
+    logits, implementation = loaded_elsewhere(tmp_path, tokens)
+    assert_close(logits, expected)
+    assert implementation == "parzen:converted"
+    # The base model alone, and one with another head.
+    base = transformers.AutoModel.from_pretrained(tmp_path)
+    assert_close(base(tokens).last_hidden_state @ model.lm_head.weight.T, expected, rtol=1e-4, atol=1e-4)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    parzen.nn.restore(again)
+    assert_close(again(tokens).logits, softmax, rtol=1e-4, atol=1e-4)
+
+
+def test_saving_warns_where_a_kernel_cannot_be_kept(tmp_path):
+    model = make("llama", "eager")
+    parzen.nn.convert(model, parzen.kernel("power", r=nn.Parameter(torch.tensor(2.0))))
+    with pytest.warns(
+        UserWarning, match=r"kernel of model\.layers\.\d\.self_attn is learned.*load the state dict"
+    ):
+        model.save_pretrained(tmp_path)
+    saved = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert any(key.endswith("parzen.kernel_parameter") for key in saved)
+
+
+@pytest.mark.parametrize("before", ["sdpa", "eager", "parzen:epanechnikov"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_restore_gives_the_implementation_back(before, copied):
+    model, tokens = make("llama", before), inputs("llama")["input_ids"]
+    expected = model(tokens).logits
+    parzen.nn.convert(model, "biweight")
+    parzen.nn.convert(model, "triweight")
+    assert (model(tokens).logits - expected).abs().max() > 1e-2
+    model = copy.deepcopy(model) if copied else model
+    parzen.nn.restore(model)
+    assert model.config._attn_implementation == before
+    assert_close(model(tokens).logits, expected, rtol=0, atol=0)
+    assert "attention_before" not in vars(model)
+
+
+def test_a_layer_without_a_kernel_says_so():
+    model = make("llama", "eager")
+    model.set_attn_implementation("parzen:converted")
+    with pytest.raises(ValueError, match=r"LlamaAttention has no kernel: call parzen\.nn\.convert"):
+        model(**inputs("llama"))
+
+
+def test_a_choice_that_transformers_only_logs_about_is_refused():
+    model = own_code("Bloom", attn_implementation="eager")
+    with pytest.raises(ValueError, match="BloomForCausalLM cannot have parzen:biweight"):
+        model.set_attn_implementation("parzen:biweight")
 
 
 # ---- models that the kernel does not reach -------------------------------------------------------

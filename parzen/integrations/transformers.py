@@ -15,7 +15,9 @@ import functools
 import math
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import chain
 from typing import Any
@@ -40,8 +42,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.output_capturing import _active_collector
 
 from parzen.attention import attention, attention_weights
-from parzen.convert import CHILD, Attention, mentions
-from parzen.kernels import KERNELS, Kernel, kernel
+from parzen.convert import CHILD, CONVERTED, Attention, configs_of, convert, mentions
+from parzen.kernels import KERNELS, Kernel, kernel, spell
 from parzen.memory import KeyValueMemory
 from parzen.models.mosaic import BlockState, Mosaic, MosaicConfig
 
@@ -67,11 +69,10 @@ def register(*names: str) -> tuple[str, ...]:
     """
     texts = names or tuple(name for key, row in KERNELS.items() for name in (key, *row.aliases))
     chosen = {PREFIX + text.removeprefix(PREFIX): kernel(text.removeprefix(PREFIX)) for text in texts}
-    for name, k in chosen.items():
+    for name, k in {**chosen, CONVERTED: None}.items():
         AttentionInterface.register(name, attention_function(k))
         # Without a mask function of the same name transformers makes no mask: padding would be attended to.
         AttentionMaskInterface.register(name, boolean_mask)
-    _watch()
     return tuple(chosen)
 
 
@@ -93,15 +94,21 @@ def boolean_mask(
     None stands for a causal mask and for none at all, and the layer tells by its ``is_causal``. Some have no
     such attribute, or the other one, and then transformers' own SDPA and eager attention differ.
     """
-    kinds = _causal.get(type(config), {None})
-    # Those who wrote both kinds, of an encoder and a decoder, have told them apart.
-    both = None not in kinds and getattr(config, "is_encoder_decoder", False)
+    left_out = _left_out(config)
     return sdpa_mask(
         config=config,
-        allow_is_causal_skip=allow_is_causal_skip and (both or kinds == {True}),
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip and (both or kinds == {False}),
+        allow_is_causal_skip=allow_is_causal_skip and True in left_out,
+        allow_is_bidirectional_skip=allow_is_bidirectional_skip and False in left_out,
         **kwargs,
     )
+
+
+def _left_out(config: Any) -> set[bool | None]:
+    """Which masks are left out for layers with this config: causal ones (True), those that hide nothing."""
+    kinds = _causal.get(type(config), {None})
+    # An encoder and a decoder with one config have told both apart.
+    both = None not in kinds and getattr(config, "is_encoder_decoder", False)
+    return kinds - {None} if both or len(kinds) == 1 else set()
 
 
 # ---- models that a kernel does not reach ---------------------------------------------------------
@@ -139,6 +146,8 @@ def check(model: PreTrainedModel) -> None:
         asked = chosen
         if _attends_by_itself(module):
             raise _cannot(type(model).__name__, chosen, name, module, OWN_CODE)
+        if type(module).__name__ in READ_MASKS:
+            raise _cannot(type(model).__name__, chosen, name, module, "reads the numbers of eager's mask")
         calls, converted = _calls_the_interface(module), _converted(module)
         if calls:
             _causal.setdefault(type(config), set()).add(getattr(module, "is_causal", None))
@@ -152,6 +161,8 @@ def check(model: PreTrainedModel) -> None:
         )
 
 
+# Of what is no attention.
+READ_MASKS = ("NllbMoeSparseMLP",)
 OWN_CODE = "has attention code of its own, which the kernel does not reach"
 
 
@@ -314,17 +325,18 @@ def _refuse_tables(model: PreTrainedModel, chosen: str) -> None:
 
 
 def _watch() -> None:
-    """Has transformers call ``check`` wherever it makes a model or sets its attention; once."""
-    if getattr(PreTrainedModel.post_init, "parzen", False):
-        return
-    correct, made, told = (
+    """Has transformers call ``check`` wherever it makes a model or sets its attention, and keep kernels."""
+    correct, made, told, saved = (
         PreTrainedModel.get_correct_attn_implementation,
         PreTrainedModel.post_init,
         PreTrainedModel.set_attn_implementation,
+        PreTrainedModel.save_pretrained,
     )
 
     @functools.wraps(correct)
     def get_correct_attn_implementation(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested is None and isinstance(kept := getattr(self.config, KEPT, None), str):
+            requested = register(kept)[0]
         found = correct(self, requested, *args, **kwargs)
         if found.startswith(PREFIX):
             _refuse_tables(self, found)
@@ -333,6 +345,8 @@ def _watch() -> None:
     @functools.wraps(made)
     def post_init(self: Any) -> None:
         made(self)
+        if not _is_being_made_within_another(self):
+            take_up(self)
         check(self)
 
     @functools.wraps(told)
@@ -343,6 +357,7 @@ def _watch() -> None:
         before = [(config, config._attn_implementation) for config in configs.values()]
         try:
             told(self, *args, **kwargs)
+            _taken(self, *args)
             check(self)
         except ValueError:
             # Refused means that it stays what it was.
@@ -350,9 +365,103 @@ def _watch() -> None:
                 config._attn_implementation_internal = name
             raise
 
-    post_init.parzen = True  # type: ignore[attr-defined]
-    for method in (get_correct_attn_implementation, post_init, set_attn_implementation):
+    @functools.wraps(saved)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> None:
+        with _kept(self):
+            if any(isinstance(m, Attention) and m.kernel_parameter is not None for m in self.modules()):
+                # One parameter of all layers, which the file has for each.
+                state = kwargs.get("state_dict") or self.state_dict()
+                own = {k: v.clone() for k, v in state.items() if k.endswith(".kernel_parameter")}
+                kwargs["state_dict"] = {**state, **own}
+            saved(self, *args, **kwargs)
+
+    for method in (get_correct_attn_implementation, post_init, set_attn_implementation, save_pretrained):
         setattr(PreTrainedModel, method.__name__, method)
+
+
+def _taken(model: PreTrainedModel, asked: Any = None, *args: Any) -> None:
+    """Does what transformers leaves undone where a layer has a config that is no part of the model's.
+
+    Raises:
+        ValueError: transformers only logged that the model keeps what it has.
+    """
+    if not isinstance(asked, str):
+        return
+    if asked.startswith(PREFIX) and asked != CONVERTED and model.config._attn_implementation != asked:
+        raise ValueError(
+            f"{type(model).__name__} cannot have {asked}: its attention cannot be changed, since its layers "
+            'do not call the attention interface; leave it at "eager"'
+        )
+    known = {id(config) for config in configs_of(model)}
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if id(config) not in known and _calls_the_interface(module) and hasattr(config, "sub_configs"):
+            config._attn_implementation_internal = model.config._attn_implementation
+
+
+# ---- kernels in a saved config -------------------------------------------------------------------
+
+# The field: "parzen:…" as ``attn_implementation``, or of a converted model {"kernels": {layer: kernel},
+# "gains": {layer: heads}}, layers being named as in the base model. Gains themselves are in the state dict.
+KEPT = "parzen"
+
+
+def _within_base(model: PreTrainedModel, name: str) -> str:
+    return name.removeprefix(f"{model.base_model_prefix}.")
+
+
+@contextmanager
+def _kept(model: PreTrainedModel) -> Iterator[None]:
+    """For a while the kernels are in the configs."""
+    configs = configs_of(model)
+    for config in configs:
+        vars(config).pop(KEPT, None)
+        name = config._attn_implementation or ""
+        if name.startswith(PREFIX) and name != CONVERTED:
+            setattr(config, KEPT, name)
+    found = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
+    found = {name.rpartition(".")[0]: m for name, m in found.items()}
+    for name, attend in found.items():
+        if attend.kernel_parameter is not None:
+            warnings.warn(
+                f"the kernel of {name} is learned, and its parameter is saved, but the loaded model has "
+                "softmax there: call parzen.nn.convert on a new model, and load the state dict",
+                stacklevel=4,
+            )
+    whole = {_within_base(model, n): m for n, m in found.items() if m.kernel_parameter is None}
+    if whole:
+        kernels = {name: spell(attend.kernel) for name, attend in whole.items()}
+        gains = {name: len(attend.gain) for name, attend in whole.items() if attend.gain is not None}
+        setattr(model.config, KEPT, {"kernels": kernels, "gains": gains})
+    try:
+        yield
+    finally:
+        for config in configs:
+            vars(config).pop(KEPT, None)
+
+
+def take_up(model: PreTrainedModel) -> None:
+    """Converts a model that is being made as its config says, whose weights are about to be loaded.
+
+    Raises:
+        ValueError: the config names layers that the model has not.
+    """
+    kept = getattr(model.config, KEPT, None)
+    for config in configs_of(model):
+        vars(config).pop(KEPT, None)
+    if not isinstance(kept, dict):
+        return
+    register("gaussian")
+    names = {_within_base(model, name): name for name in convert(model, "gaussian")}
+    if missing := kept["kernels"].keys() - names:
+        raise ValueError(
+            f"the saved config has kernels for layers that {type(model).__name__} has not: "
+            f"{', '.join(sorted(missing))}"
+        )
+    for name, spelled in kept["kernels"].items():
+        getattr(model.get_submodule(names[name]), CHILD).kernel = kernel(spelled)
+    for name, heads in kept["gains"].items():
+        getattr(model.get_submodule(names[name]), CHILD).gain = torch.ones(heads)
 
 
 # What a kernel regression has no place for, and what it would be.
@@ -368,7 +477,7 @@ REFUSED = {
 }
 
 
-def attention_function(k: Kernel) -> Attend:
+def attention_function(k: Kernel | None) -> Attend:
     """What transformers calls in place of its own attention, with the kernel ``k``.
 
         (module, query (B, H, T, E), key (B, Hk, S, E), value (B, Hk, S, Ev), attention_mask, *, scaling,
@@ -379,10 +488,11 @@ def attention_function(k: Kernel) -> Attend:
     was empty, and its unused end is not seen); a single query sees every key. ``scaling`` is 1/h², default
     1/√E. The weights are those before dropout, and come only if they were asked for.
     Keys in a ``MemoryCache`` are read where they are.
-    In a model that ``parzen.nn.convert`` went through, each layer has the kernel and scale that it was given.
+    In a model that ``parzen.nn.convert`` went through, each layer has the kernel and scale that it was given;
+    with None for ``k`` there is no other.
 
     Raises:
-        ValueError: an argument of ``REFUSED`` is not None.
+        ValueError: an argument of ``REFUSED`` is not None, or there is no kernel.
     """
 
     def attend(
@@ -403,15 +513,20 @@ def attention_function(k: Kernel) -> Attend:
         for name, what in REFUSED.items():
             if kwargs.get(name) is not None:
                 raise ValueError(
-                    f"{type(module).__name__} passes {name} ({what}), and {PREFIX}{k} cannot honour that: "
-                    "unset it in the config if it is an option, or load the model with "
+                    f"{type(module).__name__} passes {name} ({what}), and {PREFIX}{k or 'converted'} cannot "
+                    "honour that: unset it in the config if it is an option, or load the model with "
                     'attn_implementation="eager"'
                 )
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
         causal = bool(causal) and attention_mask is None and query.shape[2] > 1
+        if causal and hasattr(module, "config"):
+            # Or else no mask means that nothing is hidden, as in eager attention.
+            causal = True in _left_out(module.config)
         how: dict[str, Any] = {"attn_mask": attention_mask, "is_causal": causal}
         options: dict[str, Any] = {"kernel": k, "scale": scaling}
         converted = getattr(module, CHILD, None)
+        if k is None and not isinstance(converted, Attention):
+            raise ValueError(f"{type(module).__name__} has no kernel: call parzen.nn.convert on the model")
         if isinstance(converted, Attention):
             options = converted.options(query, scaling)
         if isinstance(key, Remembered):
@@ -866,5 +981,6 @@ def _in_place(x: Tensor, mask: Tensor) -> Tensor:
     return x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
 
 
+_watch()
 AutoConfig.register(ParzenMosaicConfig.model_type, ParzenMosaicConfig, exist_ok=True)
 AutoModelForCausalLM.register(ParzenMosaicConfig, MosaicForCausalLM, exist_ok=True)
