@@ -221,6 +221,18 @@ def engine() -> Engine | None:
     return choose(os.environ.get("PARZEN_CPU_ISA"))
 
 
+def _alone() -> None:
+    """In a forked child, which has none of the pool's threads: a call that waits for one never returns."""
+    if engine.cache_info().currsize and (found := engine()) is not None:
+        found.parallel_for = 0
+        # Nor may torch wait for one, around the engine.
+        torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_alone)
+
+
 def loaded() -> Engine:
     """The engine in use, where ``why_not`` has seen that there is one."""
     found = engine()
