@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 import parzen
 from parzen.backends import cpu, native, recall
-from parzen.kernels import Kernel, Power, UnitMass, WithinMargin
+from parzen.kernels import Exp, Kernel, Power, UnitMass, WithinMargin
 from parzen.lab.bench import decode as bench
 from parzen.lab.data.tales import tales
 from parzen.memory import DTYPES, KeyValueMemory
@@ -489,11 +489,16 @@ def test_tensor_parameters_come_back(tmp_path):
     for chosen in (
         Kernel(Power(torch.tensor([1.0, 2.5])), UnitMass()),
         Kernel(Power(2), WithinMargin(torch.ones(2))),
+        Kernel(Exp(), WithinMargin(torch.ones(2))),
+        parzen.kernel("entmax", alpha=torch.nn.Parameter(torch.tensor([1.0, 1.7], dtype=torch.float64))),
     ):
         memory = KeyValueMemory(chosen, 2, E, EV, scale=torch.tensor([[0.5], [1.0]]))
         memory.append(*pairs(70))
         memory.save(path)
         back = KeyValueMemory.load(path)
+        (name, value), (wanted, expected) = back.kernel.learned, chosen.learned
+        assert (name, value.dtype) == (wanted, expected.dtype)
+        assert torch.equal(value, expected)
         q = queries(heads=2)
         assert torch.equal(back.attend(q), memory.attend(q))
     empty = KeyValueMemory("biweight", 2, E, EV)
