@@ -117,17 +117,26 @@ class Bandwidth(nn.Module):
         Args:
             x: (B, T, D), what the queries are made of.
             n: how many keys each query may see, broadcastable to (B, H, T); unused if scale does not grow.
+
+        Raises:
+            ValueError: no ``n`` where scale grows.
         """
-        if not self.needs_length or n is None:
-            return self.base()
-        # A query that sees nothing has output 0 whatever its scale, which must still be a number.
-        n = n.clamp_min(1).to(torch.promote_types(x.dtype, torch.float32))
-        growth = self.growth(x, n)
-        if not all(self._growing):
-            # No buffer: tools for per-sample gradients refuse a trainable module that has one.
-            growing = torch.tensor(self._growing, device=growth.device)[:, None]
-            growth = torch.where(growing, growth, 1)
-        return self.base() * growth
+        scale = self.base()
+        if self.needs_length:
+            if n is None:
+                raise ValueError(
+                    f"{type(self).__name__} grows with n, how many keys each query may see: give it"
+                )
+            # A query that sees nothing has output 0 whatever its scale, which must still be a number.
+            n = n.clamp_min(1).to(torch.promote_types(x.dtype, torch.float32))
+            growth = self.growth(x, n)
+            if not all(self._growing):
+                # No buffer: tools for per-sample gradients refuse a trainable module that has one.
+                growing = torch.tensor(self._growing, device=growth.device)[:, None]
+                growth = torch.where(growing, growth, 1)
+            scale = scale * growth
+        # Such tools also want a batch of outputs, as of inputs.
+        return scale.expand(x.shape[0], *scale.shape[-2:]) if isinstance(scale, Tensor) else scale
 
     def extra_repr(self) -> str:
         """Where scale_h starts, and how many heads grow."""
@@ -566,10 +575,10 @@ class KernelAttention(nn.Module):
             query = rotate(query, position)
             key = rotate(key, torch.arange(columns, device=x.device))
         mask = _merge(attn_mask, padding, (x.shape[0], self.heads, rows, columns))
-        n = self._in_sight(position, columns, mask) if self.bandwidth.needs_length else None
+        n = (self._in_sight(position, columns, mask),) if self.bandwidth.needs_length else ()
         return query, key, {
             "attn_mask": mask,
-            "scale": self.bandwidth(x, n),
+            "scale": self.bandwidth(x, *n),
             "enable_gqa": self.key_heads != self.heads,
             "kernel": self.kernel,
             "window": self.window,

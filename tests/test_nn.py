@@ -592,6 +592,43 @@ def test_a_trainable_module_has_no_buffers(bandwidth):
             assert not list(module.buffers())
 
 
+@pytest.mark.parametrize("bandwidth", ["fixed", "learned", "ssmax"])
+def test_gradients_of_each_sample_by_hooks(bandwidth):
+    """As Opacus takes them: each module by itself, from its first input and the gradient of its output."""
+    layer = KernelAttention(8, 2, kernel="biweight", bandwidth=bandwidth, causal=True)
+    x = torch.randn(3, 5, 8)
+    expected = []
+    for sample in x:
+        expected.append(torch.autograd.grad(layer(sample[None]).square().sum(), tuple(layer.parameters())))
+    found, seen = {}, []
+
+    def keep(module, inputs, output):
+        seen.append((module, inputs[0].detach(), output))
+
+    handles = [m.register_forward_hook(keep) for m in layer.modules() if len(m._parameters.keys() - {"bias"})]
+    loss = layer(x).square().sum()
+    for handle in handles:
+        handle.remove()
+    grads = torch.autograd.grad(loss, [output for *_, output in seen])
+    names = {p: name for name, p in layer.named_parameters()}
+    for (module, inputs, _), grad in zip(seen, grads, strict=True):
+        own = dict(module.named_parameters())
+
+        def one(values, inputs, grad, module=module):
+            return (torch.func.functional_call(module, values, inputs[None]) * grad[None]).sum()
+
+        if bandwidth == "ssmax" and module is layer.bandwidth:
+            with pytest.raises(ValueError, match="SSMax grows with n"):
+                torch.func.vmap(torch.func.grad(one), (None, 0, 0))(own, inputs, grad)
+            continue
+        each = torch.func.vmap(torch.func.grad(one), (None, 0, 0))(own, inputs, grad)
+        found |= {names[p]: each[name] for name, p in own.items()}
+    for name, wanted in zip(names.values(), zip(*expected, strict=True), strict=True):
+        if name in found:
+            torch.testing.assert_close(found[name], torch.stack(wanted))
+    assert len(found) == len(names) - (bandwidth == "ssmax")
+
+
 def test_sizes_and_flags_of_numpy():
     torch.manual_seed(1)
     options = {

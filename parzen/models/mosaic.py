@@ -395,7 +395,7 @@ class PersistentMemory(nn.Module):
             self.stored_keys[None],
             self.stored_values[None],
             dropout_p=p,
-            scale=self.bandwidth(x),
+            scale=self.bandwidth.base(),
             kernel=self.kernel,
         )
         y = (y[0] * _factor(self.gain)[0]).unflatten(1, (batch, -1)).transpose(0, 1)
