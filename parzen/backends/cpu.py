@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parzen.backends import engine, native, reference
+from parzen.backends import engine, native, reference, sharding
 from parzen.backends.engine import TENSORS, gradient_shapes
 from parzen.call import Call
 from parzen.kernels import EVERYWHERE, EXP, MARGIN, NEAREST, POWER, THRESHOLD, UNIT_MASS, recording
@@ -188,8 +188,8 @@ def why_not(call: Call) -> str | None:
         return f"the CPU engine computes in float32 and float64, the inputs are {call.q.dtype}"
     if recording():
         return "an exported graph must consist of plain operators"
-    if call.dropout > 0 and torch._C._are_functorch_transforms_active():
-        return "the CPU engine draws dropout by the place in the batch, which vmap changes"
+    if call.dropout > 0 and (torch._C._are_functorch_transforms_active() or sharding.sharded(call.q)):
+        return "the CPU engine draws dropout by the place in the batch, which vmap and sharding change"
     if call.k.shape[2] >= 2**31:
         return "the CPU engine numbers keys in 32 bits"
     if not _built():

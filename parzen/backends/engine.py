@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parzen.backends import reference
+from parzen.backends import reference, sharding
 from parzen.call import Call, packed
 from parzen.kernels import UNIT_MASS, Form, Number, eager
 
@@ -78,6 +78,7 @@ def register(
     grads = ", ".join(f"Tensor d{x}" for x in ("q", "k", "v", "bias", "slopes", "scale", "level", "r"))
     _library.define(f"{name}_forward({INPUTS}, bool save) -> (Tensor o, {lists})")
     _library.define(f"{name}_backward(Tensor do, {INPUTS}, {lists}, bool[] needs) -> ({grads})")
+    sharding.ENGINES[name] = TENSORS
     for operator, function in ((f"{name}_forward", forward), (f"{name}_backward", backward)):
         _functions[operator] = function
         for device in devices:
@@ -151,7 +152,10 @@ def learns(args: Sequence[Any]) -> bool:
 
 def _operator(name: str, tensors: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
     """An engine's operator, or the function behind it."""
-    return _functions[name] if plain(tensors) else getattr(torch.ops.parzen, name)
+    if plain(tensors):
+        return _functions[name]
+    sharding.register()
+    return getattr(torch.ops.parzen, name)
 
 
 def run_forward(*args: Any) -> tuple[Tensor, ...]:

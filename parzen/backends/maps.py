@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parzen.backends import cpu, native
+from parzen.backends import cpu, native, sharding
 from parzen.backends.engine import unknown
 from parzen.backends.reference import exponent_slope, weight_map
 from parzen.kernels import EXP, MARGIN, THRESHOLD, UNIT_MASS, Form, Number, eager, recording
@@ -238,6 +238,7 @@ def run(s: Tensor, form: Form, scale: float, least: float) -> Tensor:
         static = replace(static, level=form.level if isinstance(form.level, float) else 0.0)
         return _Rowwise.apply(s, form.r, form.level, static, float(scale), least)
     numbers = (form.profile, form.rule, form.k, float(scale), float(form.level), float(form.r), least)
+    sharding.register()
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         return _Map.apply(s, *numbers)
     if s.requires_grad and torch.is_grad_enabled():

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parzen.backends import sharding
 from parzen.call import Call
 from parzen.kernels import (
     EXP,
@@ -121,6 +122,7 @@ def _sigma(z: Tensor, r: Number) -> Tensor:
             )
         return _solve(z, r, TRACED_STEPS, settle=False)
     exponent = r if isinstance(r, Tensor) else torch.tensor(r, dtype=torch.float64, device="cpu")
+    sharding.register()
     return torch.ops.parzen.unit_mass(z, exponent)
 
 
@@ -420,7 +422,7 @@ def scores(call: Call) -> Tensor:
         allowed = seen if allowed is None else allowed & seen
     if call.slopes is not None or call.left >= 0 or call.right >= 0:
         rows = torch.arange(q.shape[2], device=q.device)[:, None] + call.diagonal
-        ahead = torch.arange(k.shape[2], device=q.device)[None, :] - rows
+        ahead = sharding.whole(torch.arange(k.shape[2], device=q.device)[None, :] - rows, q)
         if call.slopes is not None:
             s = s - call.slopes.to(dtype)[:, :, None, None] * ahead.abs()
         for near in (

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parzen.backends import cpu
 from parzen.backends.reference import per_query_head
+from parzen.backends.sharding import sharded
 from parzen.call import Call
 from parzen.kernels import EVERYWHERE, eager, recording
 
@@ -39,6 +40,8 @@ def why_not(call: Call) -> str | None:
             "scaled_dot_product_attention would be T×S on a CPU: its fused kernel takes no dropout, no value "
             "width but the keys', no stride along the last axis and no mask with a gradient"
         )
+    if call.q.device.type == "cpu" and sharded(call.q):
+        return "torch does not know how to go back through sharded tensors in its CPU kernel"
     if torch._C._are_functorch_transforms_active():
         return "scaled_dot_product_attention has neither a vmap rule nor a second derivative"
     return None
@@ -111,7 +114,7 @@ def run(call: Call) -> Tensor:
     if not grouped:
         k, v = (per_query_head(x, q.shape[1]) for x in (k, v))
     # The choice of kernel and the additive form of a mask are as inside scaled_dot_product_attention.
-    if learns and q.device.type == "cpu" and not (torch.compiler.is_compiling() or recording()):
+    if learns and q.is_cpu and eager(q, k, v):
         if torch._fused_sdp_choice(q, k, v, mask, call.dropout, causal, scale=scale) == _FLASH:
             if mask is not None and mask.dtype == torch.bool:
                 mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype)
