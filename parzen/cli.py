@@ -359,6 +359,7 @@ BENCHES = {
     "attention": ("lengths", "long"),
     "decode": ("lengths", "folder"),
     "call": (),
+    "weights": (),
     "regression": ("quick",),
 }
 

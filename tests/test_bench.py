@@ -1,4 +1,4 @@
-"""The benchmark of a call that computes next to nothing. That of decoding is in test_memory.py."""
+"""The benchmarks of small calls and of weight maps. That of decoding is in test_memory.py."""
 
 import json
 
@@ -8,6 +8,7 @@ import parzen
 from parzen.backends import cpu
 from parzen.cli import main
 from parzen.lab.bench import call as bench
+from parzen.lab.bench import weights
 
 needs_engine = pytest.mark.skipif(not cpu.info()["built"], reason="the CPU engine was not built")
 
@@ -16,6 +17,8 @@ needs_engine = pytest.mark.skipif(not cpu.info()["built"], reason="the CPU engin
 def quickly(monkeypatch):
     for name, few in (("CALLS", (1, 1)), ("TURNS", 1), ("IMPORTS", 1)):
         monkeypatch.setattr(bench, name, few)
+    for name, few in (("SHAPES", ((6, 50),)), ("TURNS", (1, 1)), ("OTHERS", (1, 1))):
+        monkeypatch.setattr(weights, name, few)
 
 
 @needs_engine
@@ -43,3 +46,27 @@ def test_nothing_that_is_off_is_timed(monkeypatch):
 
     with pytest.raises(AssertionError, match=r"relumax is off by .* nothing is timed"):
         bench.bench_call(kernels=("relumax",))
+
+
+@needs_engine
+def test_weight_maps_are_timed_beside_softmax_and_entmax(tmp_path, capsys):
+    assert main(["bench", "weights", "--out", str(tmp_path)]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "weights.jsonl").read_text().splitlines()]
+    assert len(lines) == len(weights.KERNELS) * len(weights.INPUTS)
+    for line in lines:
+        assert (line["rows"], line["n"]) == (6, 50)
+        assert line["ratio"] > 0 < line["gradient_ratio"]
+        assert (line["entmax_ratio"] is not None) == (line["kernel"] in weights.THEIRS)
+        if line["inputs"] == "flat":
+            assert line["support"] == (16 if line["kernel"] == "knn_gaussian" else 50)
+    text = (tmp_path / "weights.md").read_text()
+    assert text.count("\n| 6 × 50 |") == len(lines)
+    assert all(row in text for row in capsys.readouterr().out.splitlines())
+
+
+@needs_engine
+def test_no_weight_map_that_is_off_is_timed(monkeypatch):
+    right = parzen.weights
+    monkeypatch.setattr(parzen, "weights", lambda x, kernel: right(x, kernel) * 1.001)
+    with pytest.raises(AssertionError, match=r"weights of biweight are off by .* nothing is timed"):
+        weights.bench_weights(kernels=("biweight",))
