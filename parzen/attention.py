@@ -140,8 +140,13 @@ def attention_varlen(
 
     Raises:
         ValueError, TypeError, NotImplementedError: as ``attention``, or offsets that do not ascend from 0 to
-            the totals.
+            the totals; an export.
     """
+    if kernels.recording():
+        raise NotImplementedError(
+            "attention_varlen is not exported, its shapes are in the offsets: pad the sequences and give "
+            "attention a mask"
+        )
     left, right = (-1, -1) if window is None else check_window(window)
     check_flags(is_causal=is_causal)
     for name, x in (("query", query), ("key", key), ("value", value)):

@@ -71,6 +71,16 @@ def recording() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
+def differentiated(*values: Any) -> bool:
+    """Whether derivatives of one of these may be wanted.
+
+    Where they are not, the compiler cannot trace through every autograd.Function.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return True
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values)
+
+
 def readable(value: Tensor) -> bool:
     """Whether looking at the values is free: not traced, not mapped, not on another device."""
     return (

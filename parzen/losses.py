@@ -374,8 +374,8 @@ def linear_fenchel_young(
         )
     a = excess(chosen)
     check_together(hidden=hidden, weight=weight, target=target, bias=bias, class_weight=class_weight)
-    if torch._C._are_functorch_transforms_active():
-        flat = F.linear(hidden, weight, bias).flatten(0, -2)
+    if torch._C._are_functorch_transforms_active() or kernels.recording():
+        flat = F.linear(hidden, weight, bias).reshape(-1, classes)
         loss = fenchel_young(
             flat, target.flatten(), chosen, weight=class_weight, ignore_index=ignore_index,
             reduction=reduction, label_smoothing=label_smoothing,

@@ -21,7 +21,7 @@ from parzen import store
 from parzen.backends import choose, recall, reference
 from parzen.backends.recall import CHUNK, Codes
 from parzen.call import Call, check_flags, check_scale, check_tensor, check_window, make, restore
-from parzen.kernels import AlphaPower, Kernel, Number, Power, WithinMargin, plain
+from parzen.kernels import AlphaPower, Kernel, Number, Power, WithinMargin, plain, recording
 from parzen.kernels import kernel as _spelled
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -148,6 +148,7 @@ class KeyValueMemory:
             ValueError, TypeError: other shapes, devices, or not floating-point.
             RuntimeError: a key or value that would need a gradient.
         """
+        _no_export()
         for name, x, size in (("key", key, self.head_dim), ("value", value, self.value_dim)):
             check_tensor(name, x)
             _no_gradient(name, x)
@@ -324,6 +325,7 @@ class KeyValueMemory:
         window: tuple[int, int] | None,
         scale: Number | None,
     ) -> tuple[Call, tuple[int, ...], torch.dtype]:
+        _no_export()
         check_tensor("query", query)
         _no_gradient("query", query)
         check_flags(is_causal=is_causal)
@@ -470,6 +472,14 @@ class KeyValueMemory:
 def _four(x: Tensor) -> Tensor:
     """(…, H, T, E) as (B, H, T, E)."""
     return x[None] if x.ndim == 3 else x.flatten(0, -4)
+
+
+def _no_export() -> None:
+    if recording() or torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "a KeyValueMemory changes from call to call, it is neither exported nor vmapped: use "
+            "parzen.attention on all keys and values"
+        )
 
 
 def _no_gradient(name: str, x: Tensor) -> None:

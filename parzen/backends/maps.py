@@ -19,7 +19,7 @@ from torch import Tensor
 from parzen.backends import cpu, native, sharding
 from parzen.backends.engine import unknown
 from parzen.backends.reference import exponent_slope, weight_map
-from parzen.kernels import EXP, MARGIN, THRESHOLD, UNIT_MASS, Form, Number, eager, recording
+from parzen.kernels import EXP, MARGIN, THRESHOLD, UNIT_MASS, Form, Number, differentiated, eager, recording
 
 
 def _call(
@@ -239,8 +239,8 @@ def run(s: Tensor, form: Form, scale: float, least: float) -> Tensor:
         return _Rowwise.apply(s, form.r, form.level, static, float(scale), least)
     numbers = (form.profile, form.rule, form.k, float(scale), float(form.level), float(form.r), least)
     sharding.register()
+    if not differentiated(s):
+        return torch.ops.parzen.cpu_weights(s, *numbers)
     if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
         return _Map.apply(s, *numbers)
-    if s.requires_grad and torch.is_grad_enabled():
-        return _Eager.apply(s, numbers)
-    return torch.ops.parzen.cpu_weights(s, *numbers)
+    return _Eager.apply(s, numbers)

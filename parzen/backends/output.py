@@ -18,7 +18,7 @@ from parzen.backends import cpu, maps
 from parzen.backends.engine import arguments, run_forward
 from parzen.backends.reference import compute_dtype, weight_map
 from parzen.call import Call
-from parzen.kernels import EXP, UNIT_MASS, UNIT_NORM, Form, Kernel, Number, Power, UnitMass
+from parzen.kernels import EXP, UNIT_MASS, UNIT_NORM, Form, Kernel, Number, Power, UnitMass, differentiated
 
 # Scores held at once; rows of one call of the engine, and how many of them are looked at first.
 AT_ONCE, ENGINE_ROWS, PROBE = 2**22, 4096, cpu.TILE
@@ -263,5 +263,7 @@ def run(
         bias: (V,), likewise, or None.
         form: everywhere or unit mass; its numbers are floats.
     """
-    carrier, sums, top, at, *_ = _Output.apply(hidden, weight, bias, form.profile, form.rule, float(form.r))
+    args = hidden, weight, bias, form.profile, form.rule, float(form.r)
+    apply = _Output.apply if differentiated(hidden, weight, bias) else _Output.forward
+    carrier, sums, top, at, *_ = apply(*args)
     return carrier, tuple(sums), top, at

@@ -26,6 +26,7 @@ from parzen.kernels import (
     UNIT_NORM,
     Form,
     Number,
+    differentiated,
     readable,
     recording,
 )
@@ -333,7 +334,8 @@ def weight_map(s: Tensor, form: Form) -> tuple[Tensor, Tensor]:
     r, level = (x.to(s.dtype) if isinstance(x, Tensor) else x for x in (form.r, form.level))
     static = replace(form, r=1.0 if isinstance(r, Tensor) else r, level=0.0)
     # An exported graph is in plain operators: no autograd.Function in it.
-    apply = _WeightMap.forward if recording() else _WeightMap.apply
+    plain = recording() or not differentiated(s, r, level)
+    apply = _WeightMap.forward if plain else _WeightMap.apply
     w, _, theta = apply(s, r, level, static)
     return w, theta
 
