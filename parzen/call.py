@@ -88,15 +88,16 @@ def check_tensor(name: str, x: object) -> None:
 def check_together(**tensors: object) -> None:
     """Raise unless all tensors are on the device of the first, without tangents of forward mode."""
     first, device = "", None
+    forward_mode = forward_ad._current_level >= 0
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             continue
         if device is None:
             first, device = name, x.device
-        if x.device != device:
+        elif x.device != device:
             raise ValueError(f"{name} is on {x.device} and {first} on {device}: move one of them")
         # Of nested transforms only the innermost shows: a wrapped tensor may carry a tangent further in.
-        if forward_ad._current_level >= 0 and (
+        if forward_mode and (
             torch._C._functorch.is_functorch_wrapped_tensor(x)
             or forward_ad.unpack_dual(x).tangent is not None
         ):
@@ -145,6 +146,7 @@ class _Layout(NamedTuple):
     heads: int
     key_heads: int
     lead: tuple[int, ...]  # the (…, H) axes of the result
+    four: bool  # whether query, key and value are (B, H, T, E), (B, Hk, S, E) and (B, Hk, S, Ev) already
 
 
 def _layout(query: torch.Size, key: torch.Size, value: torch.Size, enable_gqa: bool) -> _Layout:
@@ -173,7 +175,8 @@ def _layout(query: torch.Size, key: torch.Size, value: torch.Size, enable_gqa: b
             hint = "must be a multiple" if enable_gqa else "must agree, or pass enable_gqa=True"
             raise ValueError(f"query has {heads} heads and key {key_heads}: they {hint}")
     lead = (*batch, heads) if max(len(query), len(key), len(value)) > 2 else ()
-    return _Layout(tuple(batch), heads, key_heads, lead)
+    four = len(batch) == 1 and (*batch, heads) == query[:-2] and (*batch, key_heads) == key[:-2] == value[:-2]
+    return _Layout(tuple(batch), heads, key_heads, lead, four)
 
 
 def _lowered(kernel: str | Kernel, scale: Number) -> tuple[Kernel, Form]:
@@ -207,10 +210,11 @@ def make(
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     settled = kernels.eager(query, key, value)
     layout = _known_layout if settled else _layout
-    batch, heads, key_heads, lead = layout(query.shape, key.shape, value.shape, enable_gqa)
+    batch, heads, key_heads, lead, as_given = layout(query.shape, key.shape, value.shape, enable_gqa)
 
     dtype = query.dtype
     if not dtype == key.dtype == value.dtype:
+        as_given = False
         dtypes = query.dtype, key.dtype, value.dtype
         try:
             dtype = reduce(torch.promote_types, dtypes)
@@ -220,6 +224,7 @@ def make(
     device = query.device.type
     if autocasts(device) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
+        as_given = False
 
     def four(x: Tensor, h: int) -> Tensor:
         x = x if x.dtype == dtype else x.to(dtype)
@@ -227,7 +232,9 @@ def make(
         x = x.expand(*batch, h, *shape[-2:]) if shape[:-2] != (*batch, h) else x
         return x[None] if not batch else x if len(batch) == 1 else x.flatten(0, len(batch) - 1)
 
-    q, k, v = four(query, heads), four(key, key_heads), four(value, key_heads)
+    q, k, v = query, key, value
+    if not as_given:
+        q, k, v = four(q, heads), four(k, key_heads), four(v, key_heads)
     _, _, rows, size = q.shape
     columns = k.shape[2]
 

@@ -142,12 +142,19 @@ def plain(tensors: Sequence[Any]) -> bool:
     given = [x for x in tensors if x is not None]
     if not eager(*given) or torch.autograd._profiler_enabled():
         return False
-    return not any(x.is_neg() for x in given)
+    for x in given:
+        if x.is_neg():
+            return False
+    return True
 
 
 def learns(args: Sequence[Any]) -> bool:
     """Whether one of the tensors wants a gradient."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:TENSORS])
+    if torch.is_grad_enabled():
+        for x in args[:TENSORS]:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def _operator(name: str, tensors: Sequence[Any]) -> Callable[..., tuple[Tensor, ...]]:
