@@ -760,6 +760,32 @@ def test_a_branch_not_taken_is_not_called_converted():
         model(inputs("llama")["input_ids"])
 
 
+@pytest.mark.parametrize("alibi", [False, True])
+@torch.no_grad()
+def test_falcon_is_converted_in_its_branch_of_torch_own_attention(alibi):
+    config = transformers.FalconConfig(
+        **OWN_CODE["Falcon"][1], alibi=alibi, bos_token_id=1, eos_token_id=None
+    )
+    torch.manual_seed(0)
+    model = transformers.FalconForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    for p in model.parameters():
+        p.mul_(6 if p.ndim == 2 else 1)
+    given = inputs("llama")
+    expected = model(**given).logits
+    assert len(parzen.nn.convert(model, "gaussian")) == 2
+    assert_close(model(**given).logits, expected, rtol=1e-4, atol=1e-4)
+    parzen.nn.convert(model, "biweight")
+    got = model(**given).logits
+    assert (got - expected).abs().max() > 0.1
+    other = {**given, "input_ids": given["input_ids"].clone()}
+    other["input_ids"][:, -1] = 5 + (other["input_ids"][:, -1] == 5)
+    assert_close(model(**other).logits[:, :-1], got[:, :-1])
+    given["attention_mask"][0, :3] = 0
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(**given, **options, use_cache=False)
+    assert (model.generate(**given, **options) == expected).all()
+
+
 def test_a_memory_cache_says_so_where_a_model_changes_what_it_keeps():
     key = torch.randn(1, 2, 3, 8)
     layer = MemoryLayer()
