@@ -550,6 +550,12 @@ def test_a_library_with_other_fields_is_refused_by_the_name_of_one(table, monkey
             assert "\n" not in str(error.value)
 
 
+def test_a_library_whose_fields_mean_something_else_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "CONTRACT", native.CONTRACT + 1)
+    with pytest.raises(ImportError, match=r"\(contract \d+, here \d+\): build it again$"):
+        native.choose(None)
+
+
 def test_a_field_that_a_struct_has_not_is_an_error():
     with pytest.raises(TypeError, match=r"Chunk\(\) got an unexpected keyword argument 'kyes'"):
         native.CHUNK.pack(kyes=1)

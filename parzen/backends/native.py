@@ -25,6 +25,10 @@ FUNCTIONS = (
     "weight_rows_backward",
 )  # fmt: skip
 
+# One more whenever what a field means changes and its name stays, here and in csrc/dispatch.cpp; 1: tensors
+# of any width, which are not padded to 16 columns.
+CONTRACT = 1
+
 # How a kind of field is packed. A pointer is given as a number; a start and a view, which are the address
 # of a tensor and that with four strides, are given as a tensor or None.
 _FORMATS = {"int": "q", "float": "d", "pointer": "q", "start": "q", "view": "40s"}
@@ -177,16 +181,19 @@ def compare(table: Struct, built: list[tuple[str, int, int]]) -> str | None:
 
 def _check_fields(lib: ctypes.CDLL, path: Path) -> None:
     """Raises ImportError, naming a field, unless every struct of the library is as in its table here."""
-    if not hasattr(lib, "parzen_field"):
-        raise ImportError(f"{path} was built from another version of parzen (no fields): build it again")
+    # Restype of a function is int32 where nothing is said: enough for so small a number.
+    built = lib.parzen_contract() if hasattr(lib, "parzen_contract") else 0
+    if built != CONTRACT:
+        wrong = f"contract {built}, here {CONTRACT}"
+        raise ImportError(f"{path} was built from another version of parzen ({wrong}): build it again")
     lib.parzen_field.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.POINTER(_Field))
     lib.parzen_field.restype = ctypes.c_int32
     for table in STRUCTS:
-        built: list[tuple[str, int, int]] = []
+        found: list[tuple[str, int, int]] = []
         field = _Field()
-        while lib.parzen_field(table.name.encode(), len(built), field):
-            built.append((field.name.decode(), field.offset, field.size))
-        if wrong := compare(table, built):
+        while lib.parzen_field(table.name.encode(), len(found), field):
+            found.append((field.name.decode(), field.offset, field.size))
+        if wrong := compare(table, found):
             raise ImportError(f"{path} was built from another version of parzen ({wrong}): build it again")
 
 
