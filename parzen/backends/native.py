@@ -184,8 +184,8 @@ def _check_fields(lib: ctypes.CDLL, path: Path) -> None:
     # Restype of a function is int32 where nothing is said: enough for so small a number.
     built = lib.parzen_contract() if hasattr(lib, "parzen_contract") else 0
     if built != CONTRACT:
-        wrong = f"contract {built}, here {CONTRACT}"
-        raise ImportError(f"{path} was built from another version of parzen ({wrong}): build it again")
+        there = f"contract {built}, here {CONTRACT}"
+        raise ImportError(f"{path} was built from another version of parzen ({there}): build it again")
     lib.parzen_field.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.POINTER(_Field))
     lib.parzen_field.restype = ctypes.c_int32
     for table in STRUCTS:
