@@ -217,6 +217,8 @@ def why_not(s: Tensor, form: Form) -> str | None:
         return (
             "compiled or mapped, tensor parameters and powers within a margin or radius go by the reference"
         )
+    if isinstance(form.level, float) and abs(form.level) > 1e8:
+        return "so wide a margin or radius overflows once it is scaled"
     if s.shape[-1] >= 2**31:
         return "the CPU engine numbers entries in 32 bits"
     if not cpu._built():
