@@ -492,6 +492,7 @@ def unmoved(model: PreTrainedModel, call: dict[str, Any]) -> dict[str, Any]:
         try:
             one = run(model, first)
             d = difference(one, run(model, second))
+        # Eager attention, nothing of ours: such a change does not fit this model's inputs, in whatever words.
         except Exception as error:
             trace(error)
             continue
@@ -545,6 +546,7 @@ def build(config: type, classes: list[type]) -> tuple[Any, Any, Any, Any]:
                 shake(model)
             except MemoryError:
                 raise
+            # A configuration made up here, in a model's own code: the table says "not made", and the reason.
             except Exception as error:
                 why = why or f"{cls.__name__}: {line(error)}"
                 trace(cls, error)
@@ -552,6 +554,7 @@ def build(config: type, classes: list[type]) -> tuple[Any, Any, Any, Any]:
             for call in inputs(model):
                 try:
                     return model, made, call, run(model, call)
+                # Likewise for inputs.
                 except Exception as error:
                     why = why if "/" in why else f"{cls.__name__}/{line(error)}"
                     trace(cls, error, list(call))
@@ -570,6 +573,7 @@ def examine(config: type, classes: list[type]) -> dict[str, Any]:
     record: dict[str, Any] = {"config": config.__name__}
     try:
         model, made, call, eager = build(config, classes)
+    # Of whatever kind, with eager attention: the row says that the family was not made, and why.
     except Exception as error:
         return {**record, "model": classes[0].__name__, "built": False, "why": str(error)[:300]}
     cls = type(model)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from importlib.util import find_spec
 
 import numpy as np
 import pandas as pd
@@ -10,6 +11,8 @@ import pytest
 from parzen.cli import main
 from parzen.lab.data.table import read_table
 from parzen.regression import KernelClassifier, KernelRegressor
+
+PYARROW = find_spec("pyarrow") is not None
 
 
 def frame(n=80, seed=0):
@@ -101,7 +104,7 @@ WRONG = {
     "not a gzip": (write("a.csv.gz", "x,y\n1,2\n"), "cannot be read as a table"),
     "a cut gzip": (write("a.csv.gz", gzip.compress(b"x,y\n" * 999)[:-20]), "cannot be read as a table"),
     "not utf-8": (write("a.csv", b"x,y\n\xff,2\n"), "cannot be read as a table"),
-    "no parquet": (write("a.parquet", "x"), "parquet"),
+    "no parquet": (write("a.parquet", "x"), "cannot be read as a table" if PYARROW else "needs pyarrow"),
     "no such column": (write("a.csv", "x,z\n1,2\n"), "has no column 'y'; it has x, z"),
     "one column": (write("a.csv", "y\n" + "1\n2\n" * 20), "no column to predict 'y' from"),
     "few rows": (write("a.csv", "x,y\n" + "1,2\n" * 5), "has 5 rows without a missing value"),
