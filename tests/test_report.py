@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(folder, tmp_path_factory):
-    to = tmp_path_factory.mktemp("report")
+    to = tmp_path_factory.mktemp("ledger") / "report"
     return {path.name: path for path in report(find_runs([folder]), to)}
 
 
