@@ -20,6 +20,10 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt CMakeLists.txt $(wildcard parzen/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@owner="$$($(BIN)/python -m pip show parzen 2>/dev/null | sed -n 's/^Editable project location: //p')"; \
+	if test -d "$$owner" && ! test "$$owner" -ef .; then \
+		echo "$(VENV) belongs to the checkout $$owner and is left alone: remove it here (rm $(VENV)) or give" \
+			"another, make VENV=.venv-own $(MAKECMDGOALS)"; exit 1; fi
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs,lab,test]'
 	touch $@
 

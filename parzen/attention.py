@@ -65,7 +65,8 @@ def attention(
             and other tensors are checked where that is free, on a CPU and not compiled; elsewhere a scale
             ≤ 0 gives weights without meaning.
         enable_gqa: allow H to be a multiple of Hk; query head h reads key head h // (H/Hk).
-        kernel: a name such as ``"epanechnikov"`` or ``"relumax?margin=2"``, or a ``Kernel``. Its tensor
+        kernel: a name such as ``"biweight"`` or ``"relumax?margin=2"``, or a ``Kernel``
+            (``"epanechnikov"`` is sparsemax; with a fixed bandwidth ``"epanechnikov?radius=h"``). Its tensor
             parameters (α, margin) hold one value per head (H,), or broadcast to (…, H, T). The engines take
             α in [1, 2]; other kernels go through the reference, but where the values of a tensor α cannot be
             looked at (compiled, mapped, on a GPU) ask for it by name: an engine makes NaN of them.

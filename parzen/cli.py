@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import sys
@@ -33,6 +34,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises ``UserError`` where argparse would print and leave."""
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, but a subcommand says itself what it does not know, and what may have been meant."""
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            options = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(rest[0].partition("=")[0], options, 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{meant}")
+        return known, rest
 
 
 def main(argv: Sequence[str] | None = None) -> int:

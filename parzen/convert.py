@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -471,6 +471,16 @@ class anneal:
 
     Raises:
         ValueError: a kernel that no such path leads to.
+
+    Example::
+
+        >>> model = torch.nn.TransformerEncoderLayer(16, 2)
+        >>> annealing = anneal(model, "biweight", 10)
+        >>> annealing
+        anneal(gaussian → biweight, step 0 of 10, now gaussian)
+        >>> annealing.step()  # after each optimiser step
+        >>> print(annealing.kernel)  # α = 1 + 0.5·u, u = 1/10
+        power?r=20
     """
 
     def __init__(self, model: nn.Module, kernel: str | Kernel, steps: int) -> None:
@@ -504,19 +514,35 @@ class anneal:
         return self.end if self.done == self.steps else self.at(self.done / self.steps)
 
     def step(self) -> None:
-        """One step on; nothing after the last."""
-        self.done = min(self.steps, self.done + 1)
+        """One step on. After the last nothing is touched any more: not the count, nor the model."""
+        if self.done < self.steps:
+            self._go(self.done + 1)
+
+    def _go(self, done: int) -> None:
+        self.done = done
         for attend in layers(self.model).values():
             attend.kernel = self.kernel
 
-    def state_dict(self) -> dict[str, int]:
-        """How far it is."""
-        return {"done": self.done}
+    def state_dict(self) -> dict[str, Any]:
+        """How far it is, of how many steps, and to which kernel."""
+        return {"done": self.done, "steps": self.steps, "kernel": spell(self.end)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Goes on from there."""
-        self.done = min(self.steps, int(state["done"])) - 1
-        self.step()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there.
+
+        Raises:
+            ValueError: that was on the way to another kernel, or in another number of steps.
+        """
+        for name, own in self.state_dict().items():
+            if name != "done" and state.get(name, own) != own:
+                raise ValueError(
+                    f"the state has {name} {state[name]!r}, this anneal {own!r}: make it with the same"
+                )
+        self._go(min(self.steps, int(state["done"])))
+
+    def __repr__(self) -> str:
+        at = f"step {self.done} of {self.steps}, now {spell(self.kernel)}"
+        return f"anneal(gaussian → {spell(self.end)}, {at})"
 
 
 # ---- matching ------------------------------------------------------------------------------------

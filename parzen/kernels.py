@@ -13,6 +13,7 @@ Source: *Sparse Attention as Compact Kernel Regression* (arXiv 2601.22766), eq. 
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -334,10 +335,10 @@ class Row:
 
 # fmt: off
 KERNELS: dict[str, Row] = {
-    "gaussian": Row(Kernel(Exp(), Everywhere()), "softmax", "Gaussian", ("softmax",), (), "eq. 6"),
-    "epanechnikov": Row(Kernel(Power(1), UnitMass()), "sparsemax", "Epanechnikov", ("sparsemax",), (), "prop. 3.1"),
-    "biweight": Row(Kernel(Power(2), UnitMass()), "1.5-entmax", "biweight", ("entmax15",), (), "prop. 3.1"),
-    "triweight": Row(Kernel(Power(3), UnitMass()), "4/3-entmax", "triweight", ("entmax43",), (), "prop. 3.1"),
+    "gaussian": Row(Kernel(Exp(), Everywhere()), "softmax", "Gaussian", ("softmax",), ("radius",), "eq. 6"),
+    "epanechnikov": Row(Kernel(Power(1), UnitMass()), "sparsemax", "Epanechnikov, adaptive", ("sparsemax",), ("radius",), "prop. 3.1"),
+    "biweight": Row(Kernel(Power(2), UnitMass()), "1.5-entmax", "biweight, adaptive", ("entmax15",), ("radius",), "prop. 3.1"),
+    "triweight": Row(Kernel(Power(3), UnitMass()), "4/3-entmax", "triweight, adaptive", ("entmax43",), ("radius",), "prop. 3.1"),
     "entmax": Row(Kernel(Power(2), UnitMass()), "α-entmax", "power, r = 1/(α−1)", (), ("alpha",), "prop. 3.1"),
     "normrelu": Row(Kernel(Power(1), WithinRadius()), "normReLU", "Epanechnikov, fixed radius", (), ("radius",), "eq. 12"),
     "relumax": Row(Kernel(Power(1), WithinMargin(1.0)), "ReLUmax", "Epanechnikov, max-anchored", (), ("margin",), "eq. 20–22"),
@@ -424,13 +425,17 @@ def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
 
     ``kernel("relumax", margin=2.0)`` and ``kernel("relumax?margin=2")`` are the same; the text form is
     the one spelling used by Python, the command line and configs. Names and aliases are the rows of
-    ``KERNELS``; ``normmax`` takes ``alpha``; ``power`` (with ``r``) and ``exp`` combine freely with one of
+    ``KERNELS``; a ``radius`` fixes the neighbourhood of ``epanechnikov``, ``biweight``, ``triweight`` and
+    ``gaussian``, as in a statistics book; ``normmax`` takes ``alpha``; ``power`` (with ``r``) and ``exp`` combine freely with one of
     ``radius``, ``margin``, ``k``: ``kernel("power?r=2&margin=1")``.
 
     Args:
-        name: a name, an alias, ``name?parameter=value&…``, or a ``Kernel`` (returned as it is).
+        name: a name, an alias, ``name?parameter=value&…``, or a ``Kernel`` (returned as it is). Mind that
+            ``"epanechnikov"`` is sparsemax, whose radius adapts to each row; the Epanechnikov kernel of a
+            statistics book, with the bandwidth h for all, is ``"epanechnikov?radius=h"`` (normReLU).
         **parameters: ``alpha`` > 0 (entmax) or > 1 (normmax), ``margin`` > 0 (relumax), ``radius`` > 0 or
-            "h" (normrelu, uniform, gaussian_truncated), ``k`` ≥ 1 (knn_*). alpha and margin may be tensors: a
+            "h", the bandwidth (normrelu, uniform, gaussian_truncated, and the names of a profile), ``k`` ≥ 1
+            (knn_*). alpha and margin may be tensors: a
             one-dimensional tensor holds one value per head. The kernel keeps the tensor itself and reads it
             at each use, so that it may be a parameter under training.
 
@@ -457,17 +462,20 @@ def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
         return _normmax(**given)
     row = KERNELS.get(base) or next((r for r in KERNELS.values() if base in r.aliases), None)
     if row is None:
-        known = ", ".join(n for key, r in KERNELS.items() for n in (key, *r.aliases))
-        raise ValueError(f"unknown kernel {base!r}; known: {known}, normmax, power, exp")
+        known = [n for key, r in KERNELS.items() for n in (key, *r.aliases)] + ["normmax", "power", "exp"]
+        near = difflib.get_close_matches(base, known, 1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"unknown kernel {base!r}; {meant}known: {', '.join(known)}")
     for key in given:
-        if key not in row.parameters:
-            takes = f"takes {', '.join(row.parameters)}" if row.parameters else "takes no parameter"
+        if key not in row.parameters or (key == "radius" and base in row.aliases):
+            names = [] if base in row.aliases and "radius" in row.parameters else row.parameters
+            takes = f"takes {', '.join(names)}" if names else "takes no parameter"
             raise ValueError(f"kernel {base!r} {takes}, got {key!r}")
     if not given:
         return row.kernel
     if "alpha" in given:
         return _entmax(given["alpha"])
-    rule: Any = type(row.kernel.rule)
+    rule: Any = WithinRadius if "radius" in given else type(row.kernel.rule)
     values = {n: None if n == "radius" and value == "h" else value for n, value in given.items()}
     return Kernel(row.kernel.profile, rule(**values))
 

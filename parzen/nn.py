@@ -11,10 +11,11 @@ the number of keys in sight, ``POSITIONS`` how positions enter. What becomes of 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -376,6 +377,27 @@ POSITIONS: dict[str, Positions] = {
 
 # ---- the layer -----------------------------------------------------------------------------------
 
+# What arguments of torch.nn.MultiheadAttention are called here.
+OF_TORCH = {
+    "embed_dim": "width",
+    "num_heads": "heads",
+    "batch_first": "nothing, since the batch is always first",
+}
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def _names_of_torch(init: Init) -> Init:
+    """``init``, which says what an argument is called here that torch calls otherwise."""
+
+    @functools.wraps(init)
+    def checked(self: nn.Module, *args: Any, **given: Any) -> None:
+        if there := [name for name in given if name in OF_TORCH]:
+            said = ", ".join(f"{name} is called {OF_TORCH[name]}" for name in there)
+            raise TypeError(f"{type(self).__name__}(width, heads, …): {said}")
+        init(self, *args, **given)
+
+    return cast(Init, checked)
+
 
 class KernelAttention(nn.Module):
     """Multi-head attention y = W_o [o_1 … o_H], o_h the kernel regression of values on keys in head h.
@@ -389,7 +411,7 @@ class KernelAttention(nn.Module):
         heads: H.
         key_heads: Hk, a divisor of H; H/Hk query heads share a key head. Default H.
         head_size: E. Default D/H.
-        kernel: a name, such as ``"epanechnikov"`` or ``"relumax?margin=2"``, or a ``Kernel``.
+        kernel: a name, such as ``"biweight"`` or ``"relumax?margin=2"``, or a ``Kernel``.
         learn_kernel: learn its α or margin in each head (``LearnedKernel``).
         bandwidth: how scale behaves, a name of ``BANDWIDTHS``: "fixed"; "learned" (scale_h);
             "ssmax" (scale_h·log n); "asentmax" (scale·(1 + β·(log(n + 1))^γ)); "power_law" ((β₁n^a + β₀)²).
@@ -412,6 +434,7 @@ class KernelAttention(nn.Module):
     slopes: Tensor | None
     kernel_parameter: Tensor | None
 
+    @_names_of_torch
     def __init__(
         self,
         width: int,

@@ -56,12 +56,17 @@ def test_info_and_version(capsys):
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         (["kernels", "--colour"], "unrecognized arguments: --colour"),
         (["kernels", "--figure", "a.pdf"], "written as .png or .svg, got 'a.pdf'"),
-        (["demo", "--tokens", "0"], "whole number ≥ 1 and < 1e18, got '0'"),
-        (["demo", "--tokens", "1.5"], "whole number ≥ 1 and < 1e18, got '1.5'"),
+        (["demo", "--kernel", "biwieght"], "unknown kernel 'biwieght'; did you mean 'biweight'?"),
+        (["train", "stories", "--seeds", "1"], "--seeds 1; did you mean --seed? (see parzen train --help)"),
+        (["train", "stories", "--kernels", "biweight,relumax"], "expected one kernel"),
+        (["demo", "--tokens", "0"], "whole number ≥ 1 and < 1e18, such as 1000 or 1e6, got '0'"),
+        (["demo", "--tokens", "1.5"], "such as 1000 or 1e6, got '1.5'"),
+        (["demo", "--tokens", "1e-6"], "such as 1000 or 1e6, got '1e-6'"),
+        (["demo", "--tokens", "1e18"], "such as 1000 or 1e6, got '1e18'"),
         (["demo", "--minutes", "nan"], "number > 0 and < 1e9, got 'nan'"),
         (["demo", "--minutes", "-1"], "number > 0 and < 1e9, got '-1'"),
         (["demo", "--minutes", "soon"], "number > 0 and < 1e9, got 'soon'"),
-        (["demo", "--seed", "-1"], "whole number ≥ 0 and < 1e18, got '-1'"),
+        (["demo", "--seed", "-1"], "whole number ≥ 0 and < 1e18, such as 1000 or 1e6, got '-1'"),
         (["demo", "--kernels", "gaussian,foo"], "unknown kernel 'foo'; known: gaussian"),
         (["demo", "--kernels", "relumax?margin=-1"], "margin must be"),
         (["demo", "--kernels", "biweight,biweight"], "named twice"),
@@ -81,6 +86,20 @@ def test_info_and_version(capsys):
 )
 def test_a_mistake_gets_one_line(capsys, argv, message):
     assert message in fails(capsys, *argv)
+
+
+def test_counts_may_be_written_short_and_kernels_in_singular_or_plural():
+    read = cli.parser().parse_args
+    for text, count in (
+        ("1e6", 1_000_000),
+        ("2.2E6", 2_200_000),
+        ("7", 7),
+        ("9007199254740993e1", 90071992547409930),
+    ):
+        assert read(["demo", "--tokens", text]).tokens == count
+    for option in ("--kernel", "--kernels"):
+        assert read(["train", "stories", option, "relumax"]).kernels == ("relumax",)
+        assert read(["compare", "stories", option, "relumax"]).kernels == ("relumax",)
 
 
 def test_help_works_for_every_command(capsys):

@@ -92,7 +92,7 @@ def test_a_run_that_fails_does_not_stop_the_others(text, tmp_path, capsys, monke
     monkeypatch.setattr(sweep, "build", broken)
     assert main(command(text, tmp_path, "--kernels", "gaussian,biweight")) == 1
     out = capsys.readouterr().err
-    assert "failed: gaussian, 1 layers, seed 0: the loss became nan at step 1" in out
+    assert "failed: gaussian, 1 layer, seed 0: the loss became nan at step 1" in out
     assert [r.config.model.kernel for r in find_runs([tmp_path]) if r.finished] == ["biweight"]
 
 
@@ -107,7 +107,7 @@ def test_a_mistake_of_ours_ends_one_run_and_leaves_its_traceback(text, tmp_path,
     monkeypatch.setattr(sweep, "build", broken)
     arguments = command(text, tmp_path, "--kernels", "gaussian,biweight")
     assert main(arguments) == 1
-    assert "failed: gaussian, 1 layers, seed 0: RuntimeError: out of luck (see " in capsys.readouterr().err
+    assert "failed: gaussian, 1 layer, seed 0: RuntimeError: out of luck (see " in capsys.readouterr().err
     runs = {r.config.model.kernel: r for r in find_runs([tmp_path])}
     assert runs["biweight"].finished
     error = runs["gaussian"].folder / "error.txt"
@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_its_folder_alone(text, done, tmp_path, capsys):
     for name in ("results.json", "last.safetensors", "best.safetensors", "metrics.jsonl"):
         (run.folder / name).unlink()
     assert main(["resume", str(run.folder)]) == 0
-    assert "1 runs, 0 of them done" in capsys.readouterr().out
+    assert "1 run, 0 of them done" in capsys.readouterr().out
     assert (run.results(), run.metrics()) == before
     (run.folder / "results.json").unlink()
     text_file = json.loads((run.folder / "text.json").read_text())

@@ -531,6 +531,28 @@ def test_annealing_goes_from_softmax_to_the_end(end: str):
     assert max(moves[1:]) < 0.2
     annealing.step()
     assert annealing.kernel == kernel(end)
+    assert annealing.done == 50
+
+
+def test_annealing_is_over_after_its_last_step():
+    model = nn.Sequential(Plain())
+    annealing = anneal(model, "relumax", 1)
+    annealing.step()
+    convert(model, "biweight")
+    annealing.step()
+    assert layers(model)["0"].kernel == kernel("biweight")
+
+
+def test_annealing_says_where_it_is_and_refuses_the_state_of_another():
+    annealing = anneal(nn.Sequential(Plain()), "biweight", 10)
+    annealing.step()
+    assert repr(annealing) == "anneal(gaussian → biweight, step 1 of 10, now power?r=20)"
+    state = annealing.state_dict()
+    assert state == {"done": 1, "steps": 10, "kernel": "biweight"}
+    with pytest.raises(ValueError, match="the state has kernel 'biweight', this anneal 'relumax'"):
+        anneal(nn.Sequential(Plain()), "relumax", 10).load_state_dict(state)
+    with pytest.raises(ValueError, match="the state has steps 10, this anneal 20"):
+        anneal(nn.Sequential(Plain()), "biweight", 20).load_state_dict(state)
 
 
 def test_annealing_is_resumed():

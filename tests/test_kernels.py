@@ -41,6 +41,21 @@ def test_one_spelling_for_text_and_arguments():
     assert kernel("normrelu?radius=h") == kernel("normrelu", radius="h") == kernel("normrelu")
 
 
+def test_a_name_of_the_statisticians_with_a_radius_has_their_fixed_bandwidth():
+    """∝ [1 − u²/δ²]₊ʳ at the distance u, whatever the other keys; alone, the name has the unit mass."""
+    cos = torch.tensor([0.9, 0.7, 0.2, -0.5], dtype=torch.float64)
+    u2 = 2 - 2 * cos
+    for name, r in (("epanechnikov", 1), ("biweight", 2), ("triweight", 3)):
+        for radius in (0.5, 1.0):
+            expected = (1 - u2 / radius**2).clamp_min(0) ** r
+            got = parzen.weights(cos, f"{name}?radius={radius}", scale=7.0)
+            torch.testing.assert_close(got, expected / expected.sum())
+    assert kernel("epanechnikov?radius=h") == kernel("normrelu")
+    assert kernel("gaussian?radius=0.8") == kernel("gaussian_truncated?radius=0.8")
+    assert kernel("epanechnikov") != kernel("normrelu")
+    assert kernel("epanechnikov") == kernel("sparsemax")
+
+
 def test_aliases_are_unique_and_resolve():
     names = [n for key, row in KERNELS.items() for n in (key, *row.aliases)]
     assert len(names) == len(set(names))
@@ -53,7 +68,10 @@ def test_aliases_are_unique_and_resolve():
     ("make", "error", "words"),
     [
         (lambda: kernel("sparsmax"), ValueError, "known: gaussian, softmax, epanechnikov"),
-        (lambda: kernel("biweight", alpha=1.2), ValueError, "takes no parameter"),
+        (lambda: kernel("biwieght"), ValueError, "'biwieght'; did you mean 'biweight'\\?"),
+        (lambda: kernel("biweight", alpha=1.2), ValueError, "takes radius"),
+        (lambda: kernel("entmax15", alpha=1.2), ValueError, "takes no parameter"),
+        (lambda: kernel("sparsemax?radius=1"), ValueError, "'sparsemax' takes no parameter, got 'radius'"),
         (lambda: kernel("relumax", alpha=1.2), ValueError, "takes margin"),
         (lambda: kernel("relumax?margin=0"), ValueError, "> 0"),
         (lambda: kernel("relumax", margin=math.inf), ValueError, "finite"),

@@ -1,6 +1,7 @@
 """The layer against its formulas, written out by hand in float64."""
 
 import copy
+import inspect
 import itertools
 import math
 import warnings
@@ -647,3 +648,11 @@ def test_sizes_and_flags_of_numpy():
     assert repr(layer) == repr(plain)
     with pytest.raises(ValueError, match="width must be an integer"):
         KernelAttention(np.bool_(True), 1)
+
+
+def test_the_names_of_torch_are_told_ours():
+    with pytest.raises(TypeError, match="embed_dim is called width, num_heads is called heads"):
+        KernelAttention(embed_dim=16, num_heads=2)
+    with pytest.raises(TypeError, match="batch is always first"):
+        KernelAttention(16, 2, batch_first=True)
+    assert list(inspect.signature(KernelAttention).parameters)[:2] == ["width", "heads"]

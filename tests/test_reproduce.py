@@ -139,7 +139,7 @@ def test_one_failure_and_one_interruption_lose_nothing_else(tmp_path, capsys, mo
     assert main(arguments) == 1
     said = capsys.readouterr()
     assert f"8 runs, {len(done)} of them done" in said.out
-    assert "failed: h3, 1 layers, seed 0: ZeroDivisionError: broken (see" in said.err
+    assert "failed: h3, 1 layer, seed 0: ZeroDivisionError: broken (see" in said.err
     assert len([run for run in find_runs([tmp_path]) if run.finished]) == 7
     assert "mamba" in (tmp_path / "tiny" / "regbench" / "table.md").read_text()
     monkeypatch.setattr(sweep, "train", real)

@@ -170,8 +170,9 @@ def test_a_wrong_name_registers_nothing():
     with pytest.raises(ValueError, match="k must be"):
         register("triweight", "knn_gaussian?k=0")
     assert "parzen:nope" not in AttentionInterface()
-    with pytest.raises(ValueError, match="not supported"):
-        make("llama", "parzen:nope")
+    with pytest.raises(ValueError, match="unknown kernel 'biwieght'; did you mean 'biweight'"):
+        make("llama", "parzen:biwieght")
+    assert "parzen:biwieght" not in AttentionInterface()
 
 
 # ---- forward -------------------------------------------------------------------------------------

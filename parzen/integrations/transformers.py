@@ -337,6 +337,9 @@ def _watch() -> None:
     def get_correct_attn_implementation(self: Any, requested: str | None, *args: Any, **kwargs: Any) -> str:
         if requested is None and isinstance(kept := getattr(self.config, KEPT, None), str):
             requested = register(kept)[0]
+        elif isinstance(requested, str) and requested.startswith(PREFIX) and requested != CONVERTED:
+            # A name with a slip is said to be one, in place of the list of everything that is registered.
+            register(requested)
         found = correct(self, requested, *args, **kwargs)
         if found.startswith(PREFIX):
             _refuse_tables(self, found)

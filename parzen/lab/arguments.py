@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from pathlib import Path
 
 import torch
@@ -37,11 +39,22 @@ def positive(text: str) -> float:
     return value
 
 
+def _whole(text: str) -> int | None:
+    """The whole number that ``text`` says, also as 1e6 or 2.2e6; exactly, as no float could."""
+    if not re.fullmatch(r"\d{1,18}(\.\d{1,18})?(e\+?\d{1,2})?", text, re.ASCII | re.IGNORECASE):
+        return None
+    value = Decimal(text)
+    return int(value) if value < 10**18 and value == value.to_integral_value() else None
+
+
 def whole(least: int) -> Callable[[str], int]:
     def read(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text) >= least):
-            raise argparse.ArgumentTypeError(f"expected a whole number ≥ {least} and < 1e18, got {text!r}")
-        return int(text)
+        value = _whole(text)
+        if value is None or value < least:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number ≥ {least} and < 1e18, such as 1000 or 1e6, got {text!r}"
+            )
+        return value
 
     return read
 
@@ -71,4 +84,11 @@ def kernel_names(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(str(error)) from error
     if len(kernels) < len(names):
         raise argparse.ArgumentTypeError(f"a kernel is named twice in {text!r}")
+    return names
+
+
+def one_kernel(text: str) -> tuple[str, ...]:
+    names = kernel_names(text)
+    if len(names) > 1:
+        raise argparse.ArgumentTypeError(f"expected one kernel, got {text!r}; parzen compare trains several")
     return names

@@ -49,6 +49,11 @@ def markdown_table(headers: Sequence[str], rows: Table) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
+def count(number: int, what: str) -> str:
+    """1 run, 2 runs."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def duration(seconds: float) -> str:
     """1:05, 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)

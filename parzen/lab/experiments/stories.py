@@ -18,7 +18,7 @@ from torch import nn
 
 from parzen.kernels import kernel, spell
 from parzen.lab import console
-from parzen.lab.arguments import kernel_names, names_among, path, positive, whole
+from parzen.lab.arguments import kernel_names, names_among, one_kernel, path, positive, whole
 from parzen.lab.data.text import open_text
 from parzen.lab.data.tokens import read_tokenizer, token_stream
 from parzen.lab.errors import UserError
@@ -510,8 +510,9 @@ def train_options(command: ArgumentParser) -> None:
     )
     command.add_argument(
         "--kernel",
+        "--kernels",
         dest="kernels",
-        type=kernel_names,
+        type=one_kernel,
         metavar="A",
         default=("gaussian",),
         help="default: gaussian",

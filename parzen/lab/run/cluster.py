@@ -79,7 +79,8 @@ def _on_ray(
             f"no machine of the Ray cluster has {asked['CPU']:g} CPUs and {asked['GPU']:g} GPUs for a run; "
             "ask for fewer with --cpus-per-run or --gpus-per-run"
         )
-    print(f"Ray: {len(machines)} machines, {_total(machines, 'CPU')} CPUs, {_total(machines, 'GPU')} GPUs")
+    there = console.count(len(machines), "machine")
+    print(f"Ray: {there}, {_total(machines, 'CPU')} CPUs, {_total(machines, 'GPU')} GPUs")
     task = ray.remote(num_cpus=asked["CPU"], num_gpus=asked["GPU"], max_retries=RETRIES)(_remote)
     # A driver may run where the machines of the cluster share its folder, under the same path.
     waiting = {task.remote(str(run.folder.resolve()), execution, reopen): run for run in runs}

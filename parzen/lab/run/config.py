@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from parzen.kernels import kernel
+from parzen.lab.console import count
 from parzen.lab.errors import UserError
 from parzen.lab.run.train import TrainConfig
 from parzen.lab.tasks.task import TaskConfig
@@ -76,7 +77,7 @@ class RunConfig:
     @property
     def label(self) -> str:
         """What tells this run from the others, for people."""
-        return f"{self.name}, {self.model.layers} layers, seed {self.seed}"
+        return f"{self.name}, {count(self.model.layers, 'layer')}, seed {self.seed}"
 
     def digest(self) -> str:
         """The first 12 hex digits of the SHA-256 of the canonical JSON: the name of the run."""

@@ -148,7 +148,10 @@ def sweep(
     failed: list[str] = []
     status = 0
     try:
-        print(f"{len(runs)} runs, {len(runs) - len(todo)} of them done; in {places}", flush=True)
+        print(
+            f"{console.count(len(runs), 'run')}, {len(runs) - len(todo)} of them done; in {places}",
+            flush=True,
+        )
         for run, error in carry_out(todo, execution):
             if error is not None:
                 failed.append(f"failed: {run.config.label}: {error}")
