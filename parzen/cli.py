@@ -21,8 +21,9 @@ from parzen.kernels import KERNELS, Exp
 from parzen.lab.arguments import device, kernel_names, lengths, path, positive, whole
 from parzen.lab.console import show_table
 from parzen.lab.errors import UserError
-from parzen.lab.experiments import find_runs, run, targets, trained
+from parzen.lab.experiments import run, targets, trained
 from parzen.lab.experiments.experiment import SCALES, Command, Trained
+from parzen.lab.run import stop
 from parzen.lab.run.sweep import Execution
 
 Run = Callable[[argparse.Namespace], int]
@@ -47,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``parzen`` with ``argv`` and returns the exit status: 2 for a mistake, 130 after Ctrl-C."""
+    """Runs ``parzen`` with ``argv``; its status: 2 for a mistake, 130 after Ctrl-C, 143 after SIGTERM."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show ₊ gets a question mark, not a crash.
@@ -57,9 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")
     try:
         arguments = parser().parse_args(argv)
-        status: int = arguments.run(arguments)
+        with stop.listening():
+            status: int = arguments.run(arguments)
         sys.stdout.flush()
         return status
+    except stop.Terminated:
+        return stop.STATUS
     except UserError as error:
         message = str(error)
     except ModuleNotFoundError as error:
@@ -279,7 +283,9 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 
 def _add_evaluate(commands: Commands[Parser]) -> None:
     command = _command(commands, "evaluate", _evaluate, "say what a trained run achieves and its kernel does")
-    command.add_argument("folder", type=path, metavar="RUN", help="the folder of a run")
+    command.add_argument(
+        "folder", type=path, metavar="RUN", help="the folder of a run (a folder of runs: lists them)"
+    )
     for experiment in trained():
         experiment.measured_with(command)
     command.add_argument("--to", type=path, metavar="FILE", help="save everything as JSON")
@@ -343,10 +349,24 @@ def _report(arguments: argparse.Namespace) -> int:
         return 0
     if not arguments.places or arguments.to is None:
         raise UserError("give the run folders and --to DIR, or --ledger")
-    runs = find_runs(arguments.places)
+    runs, damaged = import_module("parzen.lab.reports.groups").readable(arguments.places)
     for file in import_module("parzen.lab.reports.document").report(runs, arguments.to):
         print(file)
-    return 0
+    for said in damaged:
+        print(f"parzen: warning: left out: {said}", file=sys.stderr)
+    return 1 if damaged else 0
+
+
+def _add_runs(commands: Commands[Parser]) -> None:
+    command = _command(commands, "runs", _runs, "list the runs that are there, and how far they are")
+    command.add_argument(
+        "places", type=path, nargs="*", metavar="RUNS", help="folders of runs (default: runs)"
+    )
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    revisit = import_module("parzen.lab.experiments.revisit")
+    return int(revisit.list_runs(arguments.places or [Path("runs")]))
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -482,6 +502,7 @@ COMMANDS = (
     _add_generate,
     _add_export,
     _add_report,
+    _add_runs,
     _add_data,
     _add_bench,
     _add_regress,

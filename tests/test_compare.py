@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -222,6 +223,12 @@ def test_generate_is_seeded(done, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
+        (["runs"], "runs does not exist"),
+        (["runs", "{tmp}"], "there is no run in"),
+        # Before any text is read: it is not there.
+        (["train", "stories", "--data", "{tmp}/no.txt", "--vocab", "10"], "--vocab must be at least 257"),
+        (["train", "stories", "--data", "{tmp}/no.txt", "--dropout", "2"], "dropout must be in"),
+        (["train", "stories", "--data", "{tmp}/no.txt", "--heads", "3"], "heads must divide width"),
         (["evaluate", "{tmp}"], "is not the folder of a run"),
         (["generate", "{tmp}/nowhere"], "is not the folder of a run"),
         (["train", "stories", "--data", "{tmp}/nothing.txt"], "nothing.txt"),
@@ -304,6 +311,70 @@ def test_torchrun_trains_one_run_in_two_processes_and_one_speaks(text, tmp_path)
     assert all(r.finished for r in find_runs([tmp_path / "runs"]))
 
 
+def test_runs_are_found(done, capsys):
+    assert main(["runs", str(done)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["run", "task", "model"]
+    shown = {line.split()[0] for line in lines[2:]}
+    assert shown == {str(r.folder) for r in find_runs([done])}
+    assert all("finished" in line for line in lines[2:])
+    assert main(["evaluate", str(done)]) == 2
+    said = capsys.readouterr()
+    assert said.out.splitlines() == lines
+    assert f"{done} is not the folder of a run but of those above; give one of them" in said.err
+
+
+def test_a_run_that_is_damaged_is_listed_and_left_out_of_a_report(done, tmp_path, capsys):
+    shutil.copytree(done, tmp_path / "runs")
+    first, second, *others = find_runs([tmp_path / "runs"])
+    (first.folder / "config.json").write_text("{")
+    log = second.folder / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    assert main(["runs", str(tmp_path / "runs")]) == 1
+    said = capsys.readouterr()
+    assert str(first.folder) in said.out
+    assert f"parzen: warning: {first.folder / 'config.json'} is damaged" in said.err
+    assert main(["report", str(tmp_path / "runs"), "--to", str(tmp_path / "to")]) == 1
+    said = capsys.readouterr().err
+    assert f"parzen: warning: left out: {first.folder / 'config.json'} is damaged" in said
+    assert f"parzen: warning: left out: {log} is damaged: the run is finished, and it ends at step" in said
+    assert "remove" not in said
+    table = json.loads((tmp_path / "to" / "summary.json").read_text())
+    runs = {run["run"] for group in table["groups"] for run in group["runs"]}
+    assert runs == {run.folder.name for run in others}
+
+
+def test_a_run_that_is_asked_to_end_saves_and_is_gone_on_with(text, tmp_path, capsys):
+    """SIGTERM, of Slurm or Docker: status 143, what it said how to go on, and no step is done twice."""
+    arguments = command(text, tmp_path, "--kernels", "biweight")
+    arguments[arguments.index("--tokens") + 1] = "64000"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "parzen", *arguments, "--save-seconds", "9999"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    for line in process.stdout:
+        if "step" in line:
+            break
+    process.terminate()
+    said = process.stdout.read()
+    assert process.wait(60) == 143
+    process.stdout.close()
+    (run,) = find_runs([tmp_path])
+    assert f"the same command goes on from here, or: parzen resume {run.folder}\n" in said
+    saved = run.load("last")[1]["step"]
+    assert 0 < saved < 2000
+    assert main(["resume", str(run.folder)]) == 0
+    out = capsys.readouterr().out
+    steps = [int(n) for n in re.findall(r"step (\d+)/2000", out)]
+    assert min(steps) > saved
+    assert steps[-1] == 2000
+    # The table is the last thing.
+    last = out.splitlines()[-1].split()
+    assert (last[0], last[-1]) == ("biweight", run.folder.name)
+
+
 def test_a_damaged_config_is_not_taken_for_a_finished_run(done, text, tmp_path, capsys):
     shutil.copytree(done, tmp_path / "runs")
     again = command(text, tmp_path / "runs", "--kernels", "gaussian,relumax?margin=2", "--seeds", "0", "1")
@@ -324,7 +395,9 @@ def test_a_finished_run_without_weights_says_how_to_get_them(done, tmp_path, cap
     shutil.copytree(run.folder, tmp_path / run.folder.name)
     (tmp_path / run.folder.name / "best.safetensors").unlink()
     assert main(["evaluate", str(tmp_path / run.folder.name)]) == 2
-    assert "remove its results.json to train it again" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "move its results.json and last.safetensors aside, and it is trained again" in said
+    assert "remove" not in said
 
 
 def test_a_prompt_that_is_no_text(done, capsys):

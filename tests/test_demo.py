@@ -293,6 +293,29 @@ def test_plain_progress_says_where_it_is(capsys):
     assert second.startswith("two: step 1/4, again, 0:00 left")
 
 
+def test_progress_of_a_run_that_is_gone_on_with(capsys, monkeypatch):
+    """It begins where an earlier process ended, and the time left is that of the steps that are left."""
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr("parzen.lab.console.time.monotonic", lambda: float(next(clock)))
+    with progress(1, 1563) as lines:
+        lines.part("one")
+        for at in range(157, 162):
+            lines.step("s", at)
+        lines.mark("s")
+    # Five steps took ten seconds; 1402 are left.
+    assert capsys.readouterr().out == "one: step 161/1563, s, 46:44 left\n"
+
+
+def test_bars_of_a_run_that_is_gone_on_with(capsys, monkeypatch):
+    monkeypatch.setattr("parzen.lab.console.fancy", lambda: True)
+    with progress(2, 100) as bars:
+        bars.part("one")
+        for at in range(91, 101):
+            bars.step("s", at)
+        assert [(task.completed, task.total) for task in bars.bars.tasks] == [(10, 110), (100, 100)]
+    capsys.readouterr()
+
+
 def test_durations_and_markdown():
     assert [duration(s) for s in (0, 59.6, 3599, 3600)] == ["0:00", "1:00", "59:59", "1:00:00"]
     assert markdown_table(("a", "b"), [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"

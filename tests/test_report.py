@@ -137,10 +137,10 @@ def test_settings_of_several_tasks_are_told_apart_by_the_task(tmp_path):
 def test_different_token_counts_are_said_and_never_averaged(tmp_path):
     add_run(tmp_path, seed=0)
     shorter = add_run(tmp_path, seed=1)
-    lines = (shorter.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (shorter.folder / "metrics.jsonl").write_text("".join(lines[:8]))
+    file = shorter.folder / "metrics.jsonl"
+    file.write_text(file.read_text().replace("12000", "11400"))
     groups = group(find_runs([tmp_path]))
-    assert sorted(g.name for g in groups) == ["gaussian (12,000 tokens)", "gaussian (8,000 tokens)"]
+    assert sorted(g.name for g in groups) == ["gaussian (11,400 tokens)", "gaussian (12,000 tokens)"]
     assert all(len(g.runs) == 1 for g in groups)
     assert "1 layer: not all rows are trained on the same number of tokens." in notes(groups)
 

@@ -71,8 +71,8 @@ class Progress(Protocol):
     def part(self, name: str) -> None:
         """The steps from now on belong to ``name``."""
 
-    def step(self, status: str) -> None:
-        """One step is done."""
+    def step(self, status: str, at: int | None = None) -> None:
+        """One step of the part is done: number ``at``, where an earlier process did those before."""
 
     def mark(self, status: str) -> None:
         """Something worth a line of its own in a log."""
@@ -82,7 +82,7 @@ class _Plain:
     """Lines for a log, with the time left."""
 
     def __init__(self, parts: int, steps: int) -> None:
-        self.total, self.steps, self.done, self.name = parts * steps, steps, 0, ""
+        self.parts, self.steps, self.done, self.at, self.name = parts, steps, 0, 0, ""
         self.start, self.spoke = time.monotonic(), -math.inf
 
     def __enter__(self) -> _Plain:
@@ -92,18 +92,21 @@ class _Plain:
         pass
 
     def part(self, name: str) -> None:
-        self.name, self.spoke = name, -math.inf
+        self.parts -= 1
+        self.name, self.spoke, self.at = name, -math.inf, 0
 
-    def step(self, status: str) -> None:
+    def step(self, status: str, at: int | None = None) -> None:
         self.done += 1
+        self.at = self.at + 1 if at is None else at
 
     def mark(self, status: str) -> None:
-        now, at = time.monotonic(), (self.done - 1) % self.steps + 1
-        if now - self.spoke < SILENCE and at < self.steps:
+        now = time.monotonic()
+        if now - self.spoke < SILENCE and self.at < self.steps:
             return
         self.spoke = now
-        left = (now - self.start) / max(1, self.done) * (self.total - self.done)
-        print(f"{self.name}: step {at}/{self.steps}, {status}, {duration(left)} left", flush=True)
+        # At the pace of this process.
+        left = (now - self.start) / max(1, self.done) * (self.parts * self.steps + self.steps - self.at)
+        print(f"{self.name}: step {self.at}/{self.steps}, {status}, {duration(left)} left", flush=True)
 
 
 class _Rich:
@@ -119,7 +122,7 @@ class _Rich:
             TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             TextColumn("{task.fields[status]}", markup=False),
         )
-        self.steps = steps
+        self.steps, self.total, self.at = steps, parts * steps, 0
         self.whole = self.bars.add_task("all", total=parts * steps, status="")
         self.task = self.whole
 
@@ -131,9 +134,16 @@ class _Rich:
         self.bars.stop()
 
     def part(self, name: str) -> None:
-        self.task = self.bars.add_task(name, total=self.steps, status="")
+        self.task, self.at = self.bars.add_task(name, total=self.steps, status=""), 0
 
-    def step(self, status: str) -> None:
+    def step(self, status: str, at: int | None = None) -> None:
+        self.at += 1
+        if at is not None and at > self.at:
+            # Counted as there already, not as done in no time.
+            self.total -= at - self.at
+            self.bars.reset(self.task, completed=at - 1, status=status)
+            self.bars.update(self.whole, total=self.total)
+            self.at = at
         self.bars.advance(self.whole)
         self.bars.update(self.task, advance=1, status=status)
 

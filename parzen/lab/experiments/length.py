@@ -437,11 +437,12 @@ def show(runs: Sequence[Run]) -> None:
                     str(r.config.seed),
                     *(f"{exact[at]:.3f}" if at in exact else "—" for at in lengths),
                     "—" if escaped is None else str(escaped),
+                    r.folder.name,
                 )
             )
         print()
         print(f"{task.name}: exact match by source length")
-        console.show_table(("model", "seed", *lengths, "escape step"), rows)
+        console.show_table(("model", "seed", *lengths, "escape step", "run"), rows)
 
 
 # ---- claims --------------------------------------------------------------------------------------

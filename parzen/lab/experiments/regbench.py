@@ -313,23 +313,26 @@ SHOWN = (
     ("loss", ".3f"),
     ("share_of_keys", ".1%"),
 )
-HEADERS = ("model", "seed", "accuracy", "accuracy, last", "TVD", "loss", "keys with weight")
+HEADERS = ("model", "seed", "accuracy", "accuracy, last", "TVD", "loss", "keys with weight", "run")
 
 
 def show(runs: Sequence[Run]) -> None:
     """A table for each size, the smallest distance first; what is unfinished last."""
     for examples in dict.fromkeys(run.config.task.examples for run in runs):
         here = [run for run in runs if run.config.task.examples == examples]
-        known = [(r.config.name, str(r.config.seed), r.results() if r.finished else {}) for r in here]
-        baselines: dict[str, Any] = next((found["baselines"] for _, _, found in known if found), {})
-        rows = [*((n, "—", found) for n, found in baselines.items()), *known]
-        rows.sort(key=lambda row: row[2].get("tvd", 9.0))
+        known = [
+            (r.config.name, str(r.config.seed), r.folder.name, r.results() if r.finished else {})
+            for r in here
+        ]
+        baselines: dict[str, Any] = next((found["baselines"] for *_, found in known if found), {})
+        rows = [*((n, "—", "—", found) for n, found in baselines.items()), *known]
+        rows.sort(key=lambda row: row[-1].get("tvd", 9.0))
         print(f"\n{examples:,} examples\n")
         console.show_table(
             HEADERS,
             [
-                (name, seed, *(_cell(found.get(key), form) for key, form in SHOWN))
-                for name, seed, found in rows
+                (*names, *(_cell(found.get(key), form) for key, form in SHOWN), folder)
+                for *names, folder, found in rows
             ],
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from parzen.lab.errors import UserError
 from parzen.lab.experiments import experiment_of, open_run, train
 from parzen.lab.files import write_whole
 from parzen.lab.run.config import flat
-from parzen.lab.run.folder import to_bytes
+from parzen.lab.run.folder import find_folders, to_bytes
 from parzen.lab.run.sweep import Execution, RunSet, best_model
 from parzen.lab.tasks.stories import StoriesConfig
 from parzen.models.generate import generate
@@ -24,6 +25,39 @@ from parzen.models.mosaic import Mosaic
 
 # By layer and head, and what they are called.
 BY_HEAD = {"support": "support", "bandwidth": "bandwidth H", "entropy": "entropy"}
+
+
+def list_runs(places: Sequence[Path]) -> int:
+    """Prints the runs in and below ``places``; the exit status, 1 if one of them is damaged.
+
+    Raises:
+        UserError: a place does not exist, or holds no run.
+    """
+    rows, status = [], 0
+    for folder in find_folders(places):
+        try:
+            run = open_run(folder)
+            last = next(iter(run.metrics()[-1:]), {})
+        except UserError as error:
+            print(f"parzen: warning: {error}", file=sys.stderr)
+            rows.append((str(folder), "—", "—", "—", "—", "damaged", "—"))
+            status = 1
+            continue
+        config, loss = run.config, last.get("loss")
+        state = "finished" if run.finished else f"step {last.get('step', 0)} of {config.train.steps}"
+        rows.append(
+            (
+                str(folder),
+                " ".join((config.task.kind, *([config.task.name] if hasattr(config.task, "name") else ()))),
+                config.name,
+                str(config.model.layers),
+                str(config.seed),
+                state,
+                "—" if loss is None else f"{loss:.3f}",
+            )
+        )
+    console.show_table(("run", "task", "model", "layers", "seed", "state", "validation loss"), rows)
+    return status
 
 
 def resume(folders: Sequence[Path], execution: Execution) -> int:
@@ -52,6 +86,9 @@ def evaluate_run(folder: Path, *, to: Path | None = None, **given: Any) -> int:
     Raises:
         UserError: no such run, or an option that the run's experiment does not have.
     """
+    if not (folder / "config.json").exists() and folder.is_dir() and any(folder.rglob("config.json")):
+        list_runs([folder])
+        raise UserError(f"{folder} is not the folder of a run but of those above; give one of them")
     run = open_run(folder)
     model = best_model(run)
     measure = experiment_of(run).measure

@@ -63,6 +63,7 @@ from parzen.models.sequence import MIXERS, SequenceConfig
 
 # Execution many validation windows show what the kernel does, and how many words the attention map has.
 USE_WINDOWS, MAP_TOKENS = 32, 24
+FEWEST = 257
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,18 @@ FIGURE2: dict[str, tuple[Comparison, ...]] = {
 
 
 def load(comparison: Comparison) -> Stories:
-    """The text that all runs learn."""
+    """The text that all runs learn.
+
+    Raises:
+        UserError: settings that nothing can be made of, before a text is read; or the text.
+    """
+    # A byte-level tokeniser has a token for each byte, and one for the end.
+    if comparison.tokenizer is None and comparison.vocab < FEWEST:
+        raise UserError(
+            f"--vocab must be at least {FEWEST}, a token for each byte and one for the end of a story; "
+            f"got {comparison.vocab}"
+        )
+    plan(comparison, StoriesConfig(vocab=comparison.vocab, context=comparison.context), 1)
     return load_stories(
         comparison.data,
         comparison.valid,
@@ -346,7 +358,7 @@ def results(model: nn.Module, windows: Windows, tokenizer: Tokenizer) -> dict[st
     return found
 
 
-HEADERS = ("kernel", "layers", "seed", "validation loss", "keys with weight", "tokens", "tokens/s")
+HEADERS = ("kernel", "layers", "seed", "validation loss", "keys with weight", "tokens", "tokens/s", "run")
 
 
 def show(runs: Sequence[Run]) -> None:
@@ -354,7 +366,7 @@ def show(runs: Sequence[Run]) -> None:
     kept = [r.folder / name for name in ("results.json", "text.json") for r in runs]
     known = (read_json(path) for path in kept if path.exists())
     baselines: dict[str, float] = next((data["baselines"] for data in known if "baselines" in data), {})
-    rows = [(name, "—", "—", f"{loss:.3f}", "—", "—", "—") for name, loss in baselines.items()]
+    rows = [(name, "—", "—", f"{loss:.3f}", "—", "—", "—", "—") for name, loss in baselines.items()]
     for r in runs:
         got: dict[str, Any] = r.results() if r.finished else next(iter(r.metrics()[-1:]), {})
         rows.append(
@@ -366,6 +378,7 @@ def show(runs: Sequence[Run]) -> None:
                 f"{got['share_of_keys']:.1%}" if "share_of_keys" in got else "—",
                 (f"{got['tokens']:,}" if got else "—") + ("" if r.finished else " (not finished)"),
                 f"{r.speed:,.0f}" if r.speed else "—",
+                r.folder.name,
             )
         )
     print()

@@ -13,9 +13,10 @@ from typing import Any
 
 from parzen.lab import statistics
 from parzen.lab.errors import UserError
+from parzen.lab.experiments import open_run
 from parzen.lab.reports.page import NONE
 from parzen.lab.run.config import about, setting_of
-from parzen.lab.run.folder import Run, read_json
+from parzen.lab.run.folder import Run, find_folders, read_json
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,42 @@ def finite(value: Any) -> bool:
 
 def _record(run: Run) -> Record:
     try:
-        curve = tuple((line["tokens"], line["loss"]) for line in run.metrics())
+        lines = run.metrics()
+        curve = tuple((line["tokens"], line["loss"]) for line in lines)
+        ends = lines[-1]["step"] if lines else 0
     except (KeyError, TypeError) as error:
         raise UserError(f"{run.folder / 'metrics.jsonl'} is damaged ({error!r})") from error
+    if run.finished and ends != run.config.train.steps:
+        raise UserError(
+            f"{run.folder / 'metrics.jsonl'} is damaged: the run is finished, and it ends at step {ends} of "
+            f"{run.config.train.steps}; put a whole copy of it back"
+        )
     results = run.results() if run.finished else {}
     environment = read_json(run.folder / "environment.json")
     for file, value in (("results.json", results), ("environment.json", environment)):
         if not isinstance(value, dict):
             raise UserError(f"{run.folder / file} is damaged: it holds no JSON object")
     return Record(run.folder.name, run.config.seed, curve, run.speed, results, environment)
+
+
+def readable(places: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """The runs in and below ``places`` that can be read, and what is wrong with each of the others.
+
+    Raises:
+        UserError: a place does not exist, holds no run, or no run that can be read.
+    """
+    runs, damaged = [], []
+    for folder in find_folders(places):
+        try:
+            run = open_run(folder)
+            _record(run)
+        except UserError as error:
+            damaged.append(str(error))
+        else:
+            runs.append(run)
+    if not runs:
+        raise UserError(damaged[0])
+    return runs, damaged
 
 
 def count_of(number: int | None) -> str:

@@ -54,7 +54,7 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}); remove its folder to run it again") from error
+        raise UserError(f"{path} is damaged ({error}); put a whole copy of it back") from error
 
 
 def _commit() -> str | None:
@@ -187,7 +187,7 @@ class Run(Storage):
             lines = path.read_text(encoding="utf-8").split("\n")[:-1]
             return [json.loads(line) for line in lines]
         except ValueError as error:
-            raise UserError(f"{path} is damaged ({error}); remove its folder to run it again") from error
+            raise UserError(f"{path} is damaged ({error}); put a whole copy of it back") from error
 
     def _length(self, file: str) -> int:
         path = self.folder / file
@@ -225,8 +225,8 @@ class Run(Storage):
                 state = json.loads((f.metadata() or {})["parzen"])
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise UserError(
-                f"{path} cannot be read ({error}); nothing was changed: restore it, or remove it to train "
-                "this run from its beginning"
+                f"{path} cannot be read ({error}); nothing was changed: put a whole copy of it back, or move "
+                "it aside to train this run from its beginning"
             ) from error
         if state["config"] != self.config.digest():
             raise UserError(f"{path} belongs to another run ({state['config']})")

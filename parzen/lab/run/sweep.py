@@ -21,6 +21,7 @@ import torch
 from parzen.lab import console
 from parzen.lab.errors import UserError
 from parzen.lab.files import write_whole
+from parzen.lab.run import stop
 from parzen.lab.run.config import RunConfig
 from parzen.lab.run.folder import Run
 from parzen.lab.run.train import Progress, load_weights, train
@@ -124,6 +125,7 @@ def sweep(
     It is 0, 1 if a run failed, 130 if Ctrl-C ended it.
 
     Raises:
+        Terminated: SIGTERM came; how to go on is printed.
         UserError: nothing can be written, or there is no such cluster. What is wrong with a single run is
             printed at the end, after the others, and left in its error.txt.
     """
@@ -156,6 +158,15 @@ def sweep(
             if error is not None:
                 failed.append(f"failed: {run.config.label}: {error}")
                 status = 1
+    except stop.Terminated:
+        left = next((run.folder for run, _ in todo if not run.finished), None)
+        if first and left is not None:
+            print(
+                "stopped by SIGTERM, with everything saved; the same command goes on from here, or: "
+                f"parzen resume {left}",
+                flush=True,
+            )
+        raise
     except KeyboardInterrupt:
         failed.append("interrupted; the same command goes on from here")
         status = 130
@@ -215,7 +226,7 @@ def _train(
                 write("loss/validation", now.valid, now.step)
             if progress:
                 status = f"train {now.loss:.3f}, {now.tokens / now.seconds:,.0f} tokens/s"
-                progress.step(status)
+                progress.step(status, now.step)
                 if now.valid is not None:
                     progress.mark(f"valid {now.valid:.3f}, {status}")
 
@@ -244,11 +255,17 @@ def torchrun(run: Run, execution: Execution) -> None:
     log, error = run.folder / LOG, run.folder / FAILED
     error.unlink(missing_ok=True)
     with open(log, "ab") as file:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False, preexec_fn=_die_together
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, preexec_fn=_die_together
         )
-    if done.returncode:
-        said = error.read_text().splitlines()[-1] if error.exists() else f"exit status {done.returncode}"
+        try:
+            status = child.wait()
+        finally:
+            # Asked to end, the processes of the run save where they are.
+            child.terminate()
+            child.wait()
+    if status:
+        said = error.read_text().splitlines()[-1] if error.exists() else f"exit status {status}"
         raise UserError(f"{said} (see {log})")
 
 
@@ -283,7 +300,11 @@ def best_model(run: Run) -> Backbone:
     """
     saved = run.load("best")
     if saved is None:
-        advice = "remove its results.json to train it again" if run.finished else "train it for longer"
+        advice = (
+            "put it back; or move its results.json and last.safetensors aside, and it is trained again"
+            if run.finished
+            else "train it for longer"
+        )
         raise UserError(f"{run.folder} has no best.safetensors: {advice}")
     model = build(run.config)
     load_weights(model, saved[0])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from parzen.lab.errors import UserError
+from parzen.lab.run import stop
 from parzen.lab.tasks.task import IGNORED, Task
 
 TIMES = "times.jsonl"
@@ -137,6 +138,7 @@ def optimizer_of(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(listed, config.lr, config.betas, fused=True)
 
 
+@stop.held()
 def train(
     model: nn.Module,
     task: Task,
@@ -155,6 +157,7 @@ def train(
     same numbers. Under torchrun each process takes its share of every batch, and the first one keeps.
 
     Raises:
+        Terminated: SIGTERM came (where the command line listens for it). The step was ended and saved.
         UserError: the loss is no longer finite, or a checkpoint cannot be read or written. The last
             checkpoint stays as it is.
     """
@@ -206,8 +209,12 @@ def train(
                 # DDP averages over processes: their number is put back.
                 (total * (world / counted)).backward()
             loss += total.detach() / counted
+        ending = stop.asked()
         if world > 1:
-            dist.all_reduce(loss)
+            # All must end at the same step: one that went on would wait for the others.
+            both = torch.stack([loss, loss.new_tensor(float(ending))])
+            dist.all_reduce(both)
+            loss, ending = both[0], bool(both[1])
         value = loss.item()
         if not math.isfinite(value):
             raise UserError(f"the loss became {value} at step {step + 1}; try a smaller learning rate")
@@ -230,11 +237,15 @@ def train(
                     storage.save("best", _weights(model), {"step": done, "metrics": metrics})
             if world > 1:
                 dist.barrier()
-        if rank == 0 and (done == config.steps or time.monotonic() - last_saved > save_seconds):
+        ending = ending if world > 1 else stop.asked()
+        due = ending or done == config.steps or time.monotonic() - last_saved > save_seconds
+        if rank == 0 and due:
             state = {"step": done, "best": best, "tokens": seen, "metrics": metrics}
             storage.save("last", _weights(model) | _moments(optimizer), state)
             last_saved = time.monotonic()
         report(Progress(done, value, tokens, seconds, valid))
+        if ending:
+            break
     return metrics
 
 
