@@ -3,10 +3,14 @@
 import argparse
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+
+from docutils import nodes  # noqa: E402
+from docutils.utils.math.latex2mathml import tex2mathml  # noqa: E402
 
 import parzen  # noqa: E402
 from parzen.cli import parser  # noqa: E402
@@ -43,6 +47,14 @@ REFERENCE = (
 )
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+# The buttons that copy code are worth a package, but a site without them is whole.
+extensions += ["sphinx_copybutton"] if find_spec("sphinx_copybutton") else []
+myst_enable_extensions = ["dollarmath"]
+# Formulas are MathML, which browsers set themselves: no script, and nothing is fetched.
+html_math_renderer = "mathml"
+# A prompt is not copied, and what is printed below it neither.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 myst_heading_anchors = 3
 highlight_language = "text"
 
@@ -59,7 +71,9 @@ napoleon_custom_sections = [("Attributes", "params_style")]
 maximum_signature_line_length = 80
 # Every name in a docstring or a signature must lead somewhere, but for those of others.
 nitpicky = True
-OTHERS = r"(torch|collections|numpy|pathlib|argparse|transformers)\..*|Tensor|Path|Number|UserError"
+OTHERS = (
+    r"(torch|collections|numpy|pathlib|argparse|transformers)\..*|Tensor|Path|Number|UserError|Terminated"
+)
 nitpick_ignore_regex = [("py:.*", OTHERS)]
 
 
@@ -120,7 +134,18 @@ def formulas(app, what, name, obj, options, lines):
     lines[:] = done
 
 
+def mathml(block):
+    """The visitor that writes a formula as MathML."""
+
+    def visit(translator, node):
+        translator.body.append(tex2mathml(node.astext(), as_block=block))
+        raise nodes.SkipNode
+
+    return visit, None
+
+
 def setup(app):
     """Connects these with Sphinx."""
+    app.add_html_math_renderer("mathml", mathml(block=False), mathml(block=True))
     app.connect("autodoc-process-docstring", formulas, priority=400)
     app.connect("source-read", contents)

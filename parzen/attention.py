@@ -46,6 +46,8 @@ def attention(
 ) -> Tensor:
     """The kernel regression o_i = Σ_j w_ij v_j, with w_ij = φ(c·s_ij − τ_i) / Σ_l φ(c·s_il − τ_i).
 
+    φ is the kernel's profile: how weight falls with distance. Its support rule says where the neighbourhood
+    of a query ends, by the gain c and the threshold τ_i: keys with c·s_ij ≤ τ_i get exactly 0.
     s_ij = scale·(q_i·k_j) + bias_ij. A drop-in for ``torch.nn.functional.scaled_dot_product_attention``
     (the same layout, defaults and masks) with any kernel of the table; ``kernel="gaussian"`` is softmax.
 
@@ -90,6 +92,13 @@ def attention(
         NotImplementedError: a tensor with a tangent: derivatives are reverse-mode, of any order.
 
     Source: arXiv 2601.22766, eq. 5 and §3.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+        >>> out = parzen.attention(q, k, v, is_causal=True, kernel="biweight")
+        >>> out.shape
+        torch.Size([1, 2, 5, 8])
+        >>> out.sum().backward()
     """
     call, lead = make(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, window, alibi_slopes
@@ -142,6 +151,12 @@ def attention_varlen(
     Raises:
         ValueError, TypeError, NotImplementedError: as ``attention``, or offsets that do not ascend from 0 to
             the totals; an export.
+
+    Example:
+        >>> q, k, v = (torch.randn(7, 2, 8) for _ in range(3))  # sequences of 3 and 4 tokens
+        >>> at = torch.tensor([0, 3, 7])
+        >>> parzen.attention_varlen(q, k, v, at, at, 4, 4, is_causal=True, kernel="biweight").shape
+        torch.Size([7, 2, 8])
     """
     if kernels.recording():
         raise NotImplementedError(
@@ -195,6 +210,13 @@ class AttentionWeights:
         support: (…, H, T): how many keys have weight.
         bandwidth: (…, H, T): the radius H of the neighbourhood on unit keys, H² = 2 − 2τ/(c·scale)
             (Proposition 3.1); ∞ where every key is inside whatever its distance.
+
+    Example:
+        >>> q = torch.tensor([[1.0, 0.0]])
+        >>> k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+        >>> seen = parzen.attention_weights(q, k, kernel="epanechnikov", scale=0.8)
+        >>> seen.support  # the third key is outside
+        tensor([2])
     """
 
     weights: Tensor
@@ -222,6 +244,12 @@ def attention_weights(
     at a time, so that memory follows the support and not T·S.
 
     Source: arXiv 2601.22766, Proposition 3.1.
+
+    Example:
+        >>> q = torch.tensor([[1.0, 0.0]])
+        >>> k = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0]])
+        >>> parzen.attention_weights(q, k, kernel="epanechnikov", scale=0.8).weights
+        tensor([[0.9000, 0.1000, 0.0000]])
     """
     check_flags(sparse=sparse)
     call, lead = make(
@@ -254,6 +282,9 @@ def weights(
 ) -> Tensor:
     """w = φ(c·scale·scores − τ), normalised along ``dim``: the weight map alone.
 
+    φ is the kernel's profile, c and τ are the gain and the threshold that its support rule sets along
+    ``dim``: below it the weight is exactly 0. For sparsemax φ(t) = [t]₊, c = 1 and τ makes the sum 1.
+
     A drop-in for ``torch.softmax`` and for the functions of the ``entmax`` package.
 
     Args:
@@ -272,6 +303,10 @@ def weights(
         ValueError, TypeError, NotImplementedError: as ``attention``, or no such ``dim``.
 
     Source: arXiv 2601.22766, §3.
+
+    Example:
+        >>> parzen.weights(torch.tensor([2.0, 1.5, -1.0]), "sparsemax")
+        tensor([0.7500, 0.2500, 0.0000])
     """
     check_tensor("scores", scores)
     dim, scale = plain(dim), plain(scale)
@@ -322,6 +357,14 @@ class Explanation:
     Attributes:
         backend: the one that is used.
         why_not: of each backend: None if it can serve the call, else a sentence that says why not.
+
+    Example:
+        >>> q = torch.randn(1, 2, 5, 8)
+        >>> found = parzen.explain(q, q, q, kernel="biweight", backend="reference")
+        >>> found.backend
+        'reference'
+        >>> found.reasons["reference"]
+        'serves this call'
     """
 
     backend: str
@@ -355,6 +398,11 @@ def explain(
     """Which backend ``attention`` would use for this very call, with a sentence for each backend.
 
     Arguments as for ``attention``. Nothing is computed.
+
+    Example:
+        >>> q = torch.randn(1, 2, 5, 8)
+        >>> print(parzen.explain(q, q, q, kernel="biweight", backend="reference").why_not["reference"])
+        None
     """
     call, _ = make(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, window, alibi_slopes
@@ -364,7 +412,12 @@ def explain(
 
 
 def info() -> dict[str, Any]:
-    """Versions, backends and what was built, as plain data."""
+    """Versions, backends and what was built, as plain data.
+
+    Example:
+        >>> sorted(parzen.info())[:3]
+        ['backends', 'cpu engine', 'cuda']
+    """
     from parzen import __version__
 
     return {

@@ -283,6 +283,11 @@ def convert(model: nn.Module, kernel: str | Kernel) -> tuple[str, ...]:
         ValueError: no such layer, a kernel that is none, code that cannot be rebuilt, or a model of
             transformers with a layer that cannot be converted; the model is then what it was. A layer whose
             first ``forward`` ends without its attention raises a RuntimeError there.
+
+    Example:
+        >>> from parzen.nn import convert
+        >>> convert(torch.nn.TransformerEncoderLayer(16, 2), "biweight")
+        ('self_attn',)
     """
     chosen = kernels.kernel(kernel)
     reach = Reach(F.scaled_dot_product_attention)
@@ -321,6 +326,12 @@ def restore(model: nn.Module) -> tuple[str, ...]:
 
     Raises:
         ValueError: the model was not converted.
+
+    Example:
+        >>> from parzen.nn import convert, restore
+        >>> model = torch.nn.TransformerEncoderLayer(16, 2)
+        >>> convert(model, "biweight") == restore(model)
+        True
     """
     names = tuple(layers(model))
     for name in names:
@@ -472,8 +483,8 @@ class anneal:
     Raises:
         ValueError: a kernel that no such path leads to.
 
-    Example::
-
+    Example:
+        >>> from parzen.nn import anneal
         >>> model = torch.nn.TransformerEncoderLayer(16, 2)
         >>> annealing = anneal(model, "biweight", 10)
         >>> annealing
@@ -608,6 +619,14 @@ def match(
 
     Raises:
         ValueError: a model that was not converted; no batch; no target where softmax has none.
+
+    Example:
+        >>> from parzen.nn import convert, match
+        >>> model = torch.nn.TransformerEncoderLayer(16, 2).eval()
+        >>> _ = convert(model, "biweight")
+        >>> found = match(model, [torch.randn(10, 1, 16)], lambda x: model(x).pow(2).mean())
+        >>> found.gain["self_attn"].shape  # what the scale of each head is multiplied by
+        torch.Size([2])
     """
     if statistic not in STATISTICS:
         raise ValueError(f"statistic must be one of {', '.join(STATISTICS)}, got {statistic!r}")

@@ -244,6 +244,11 @@ class Kernel(_ByValue):
 
     Raises:
         ValueError: another combination, or a parameter outside its domain.
+
+    Example:
+        >>> from parzen.kernels import Kernel, Power, WithinMargin
+        >>> print(Kernel(Power(2), WithinMargin(1.0)))  # [t]₊² within a margin of the best score
+        power?r=2&margin=1
     """
 
     profile: Profile
@@ -423,6 +428,9 @@ def _parse(text: str) -> tuple[str, dict[str, Number]]:
 def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
     """The kernel called ``name``, with some of its parameters changed.
 
+    In t = c·s − τ, w ∝ φ(t): its profile φ says how the weight of a score s falls with distance, its support
+    rule chooses the gain c and the threshold τ, below which the weight is exactly 0.
+
     ``kernel("relumax", margin=2.0)`` and ``kernel("relumax?margin=2")`` are the same; the text form is
     the one spelling used by Python, the command line and configs. Names and aliases are the rows of
     ``KERNELS``; a ``radius`` fixes the neighbourhood of ``epanechnikov``, ``biweight``, ``triweight`` and
@@ -442,6 +450,12 @@ def kernel(name: str | Kernel, **parameters: Number) -> Kernel:
     Raises:
         ValueError: unknown name (the known ones are listed), or a parameter outside its domain.
         TypeError: a parameter of another type.
+
+    Example:
+        >>> parzen.kernel("relumax?margin=2") == parzen.kernel("relumax", margin=2.0)
+        True
+        >>> print(parzen.kernel("epanechnikov?radius=h"))  # with a fixed bandwidth it is normReLU
+        normrelu
     """
     if isinstance(name, Kernel):
         if parameters:

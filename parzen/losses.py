@@ -212,6 +212,12 @@ def fenchel_young(
 
     Source: Blondel, Martins, Niculae, *Learning with Fenchel–Young Losses* (arXiv 1901.02324); Peters,
     Niculae, Martins, *Sparse Sequence-to-Sequence Models* (arXiv 1905.05702).
+
+    Example:
+        >>> from parzen.losses import fenchel_young
+        >>> scores = torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
+        >>> fenchel_young(scores, torch.tensor([0, 0]), "epanechnikov", reduction="none")  # far ahead: 0
+        tensor([0.0000, 0.3333])
     """
     check_tensor("scores", scores)
     label_smoothing, ignore_index = _check_options(reduction, label_smoothing, ignore_index)
@@ -346,6 +352,11 @@ def linear_fenchel_young(
     Raises:
         ValueError, TypeError: shapes, classes or options that do not fit, a kernel without such a loss, or
             with α as a tensor.
+
+    Example:
+        >>> from parzen.losses import linear_fenchel_young
+        >>> hidden, weight = torch.randn(4, 8), torch.randn(50, 8, requires_grad=True)
+        >>> linear_fenchel_young(hidden, weight, torch.tensor([1, 2, 3, 4])).backward()
     """
     label_smoothing, ignore_index = _check_options(reduction, label_smoothing, ignore_index)
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias), ("class_weight", class_weight)):
@@ -424,7 +435,13 @@ def linear_fenchel_young(
 
 
 class FenchelYoungLoss(nn.Module):
-    """``fenchel_young`` as a module, with the arguments of ``torch.nn.CrossEntropyLoss`` and the kernel."""
+    """``fenchel_young`` as a module, with the arguments of ``torch.nn.CrossEntropyLoss`` and the kernel.
+
+    Example:
+        >>> from parzen.losses import FenchelYoungLoss
+        >>> FenchelYoungLoss("biweight")(torch.zeros(1, 4), torch.tensor([2]))
+        tensor(0.6667)
+    """
 
     weight: Tensor | None
     kernel_parameter: Tensor | None

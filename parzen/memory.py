@@ -78,6 +78,12 @@ class KeyValueMemory:
 
     Raises:
         ValueError, TypeError: sizes, dtype, kernel or scale outside their domain.
+
+    Example:
+        >>> memory = parzen.KeyValueMemory("biweight", heads=2, head_dim=8)
+        >>> memory.append(torch.randn(2, 100, 8), torch.randn(2, 100, 8))
+        >>> memory.attend(torch.randn(2, 1, 8)).shape
+        torch.Size([2, 1, 8])
     """
 
     def __init__(

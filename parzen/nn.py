@@ -251,6 +251,11 @@ class LearnedKernel(nn.Module):
 
     Raises:
         ValueError: a kernel with neither parameter, or α = 2, where the sigmoid has no slope.
+
+    Example:
+        >>> from parzen.nn import LearnedKernel
+        >>> LearnedKernel("biweight", heads=2).value()  # α of each head
+        tensor([1.5000, 1.5000], grad_fn=<AddBackward0>)
     """
 
     def __init__(
@@ -429,6 +434,12 @@ class KernelAttention(nn.Module):
     Raises:
         ValueError, TypeError: sizes that do not divide, an unknown name (the known ones are listed), or an
             argument outside its domain.
+
+    Example:
+        >>> from parzen.nn import KernelAttention
+        >>> layer = KernelAttention(64, 4, kernel="biweight", bandwidth="learned", causal=True)
+        >>> layer(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 64])
     """
 
     slopes: Tensor | None

@@ -797,6 +797,14 @@ class KernelClassifier(ClassifierMixin, _KernelEstimator):
 
     Attributes:
         classes_: the labels, in the order of ``predict_proba``.
+
+    Example:
+        >>> import numpy as np
+        >>> from parzen.regression import KernelClassifier
+        >>> x = np.linspace(0, 6, 200)[:, None]
+        >>> model = KernelClassifier().fit(x, x[:, 0] > 3)
+        >>> model.predict([[1.0], [5.0]]).tolist()
+        [False, True]
     """
 
     def __init__(

@@ -241,6 +241,11 @@ def check_kernel(
         AssertionError: naming the case, the tensor and the largest error.
         ValueError: a backend that is unknown or refuses every case, a kernel with tensor parameters, or a
             dtype without a tolerance.
+
+    Example:
+        >>> from parzen.testing import check_kernel
+        >>> check_kernel("biweight", "reference") > 10  # so many cases agree with the float64 witness
+        True
     """
     chosen = kernels.kernel(kernel)
     if backend not in ("auto", *BACKENDS):

@@ -120,7 +120,7 @@ def test_what_cannot_be_seen_is_said(written):
     assert any(a.get("lang") == "en" for a in read.of("html"))
     charts = [a["aria-label"] for a in named if "Curves end at" in a.get("aria-label", "")]
     assert len(charts) == 2
-    assert re.search(r"1 layer: .*biweight 2\.2\d\d at 12k", charts[0])
+    assert re.search(r"1 layer: .*biweight† 2\.2\d\d at 12k", charts[0])
 
 
 def test_claims_come_first(written):

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,12 @@ from parzen.lab.errors import UserError
 from parzen.lab.experiments import EXPERIMENTS, find_runs
 from parzen.lab.experiments.claims import LOSS, MOSAICS, POLYNOMIALS, Place, Results
 from parzen.lab.experiments.kernels import FORMULAS
-from parzen.lab.reports.document import report
+from parzen.lab.reports import page
+from parzen.lab.reports.document import html, report
+from parzen.lab.reports.figures import Map, draw, rc_context
 from parzen.lab.reports.groups import group
 from parzen.lab.reports.ledger import FAILS, HOLDS, NOT_RUN, UNSURE, claims
+from parzen.lab.reports.plates import plates_of
 from parzen.lab.reports.tables import against, latex, markdown, notes, to_csv
 from parzen.lab.run.config import RunConfig
 from parzen.lab.run.folder import Run
@@ -158,7 +162,9 @@ def test_seeds_whose_batches_hold_some_tokens_more_are_one_group(tmp_path):
 def test_the_table_in_three_forms(folder):
     groups = group(find_runs([folder]))
     lines = markdown(groups).splitlines()
-    assert lines[2].startswith("| unigram | 1 layer | 5.800 |")
+    # What needs no model comes once, not once for each setting.
+    assert lines[2].startswith("| unigram | 1 layer; 4 layers | 5.800 |")
+    assert "\n".join(lines).count("unigram") == 1
     first = next(line for line in lines if line.startswith("| biweight"))
     loss = groups[0].estimate("loss")
     assert loss is not None
@@ -225,6 +231,58 @@ def test_results_that_lack_much_are_dashes(tmp_path, results):
     table = markdown(group(find_runs([tmp_path])))
     assert f"| gaussian | 1 layer | {loss} | — | — | 12,000 | — | 1 |" in table
     assert "attention.png" not in {path.name for path in written}
+
+
+def test_bands_end_inside_the_picture_and_those_of_two_seeds_are_marked(folder):
+    groups = group(find_runs([folder]))
+    charts = plates_of(groups)["loss"].panels
+    shown = [(chart, one) for chart in charts for one in chart.series if one.half]
+    assert len(shown) == 4
+    for chart, one in shown:
+        assert one.two
+        assert one.label.endswith("†")
+        late = len(one.y) // 5
+        assert chart.limits[0] < chart.band(one)[0][late:].min()
+    # One seed has neither.
+    assert not any(one.two for chart in charts for one in chart.series if not one.half)
+    table = markdown(groups)
+    assert table.count("| 2† |") == 4
+    assert "† two seeds" in table
+    assert '<path class="band two"' in html(groups)
+    assert '<path class="bar two"' in html(groups)
+
+
+def test_attention_shows_every_head_and_tells_zero_from_what_cannot_be_seen(folder):
+    groups = group(find_runs([folder]))
+    maps = plates_of(groups)["attention"].panels
+    for one in groups:
+        if not one.finished:
+            continue
+        heads = [m for m in maps if m.part == f"{one.name}, {one.setting}"]
+        assert [m.title for m in heads] == ["head 1", "head 2", "head 3", "head 4"]
+        held = np.array(one.runs[0].results["attention"]["layers"][-1])
+        for m, head in zip(heads, held, strict=True):
+            assert (m.values == head).all()
+            above = np.triu(np.ones_like(head, bool))
+            assert (m.hidden == above).all()
+            assert (m.zeros == ((head == 0) & ~above)).all()
+    # One row of pictures for each setting.
+    assert html(groups).count('<div class="panels row">') == len({m.part for m in maps}) + 2
+
+
+def test_a_picture_has_a_row_for_each_part():
+    """Grey where 0 could have been something, white where nothing could."""
+    values, hidden = np.array([[0.0, 0.0], [0.0, 0.0]]), np.array([[True, False], [True, False]])
+    names = ("a", "b")
+    maps = [
+        Map(str(i), part, "r", "c", values, names, names, 1.0, False, hidden) for i, part in enumerate("xxy")
+    ]
+    with rc_context({"svg.fonttype": "none"}):
+        drawn = draw(maps, (3, 3), "svg", columns=4).decode()
+    width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn).groups()
+    assert (float(width), float(height)) == (2 * 3 * 72, 2 * 3 * 72)
+    path = re.search('class="none" d="([^"]*)"', page.maps(maps[:1], "")).group(1)
+    assert path == "M12 0h12v12h-12zM12 12h12v12h-12z"
 
 
 def test_nothing_is_finished(tmp_path):

@@ -4,6 +4,7 @@ import argparse
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import parzen
@@ -26,6 +27,14 @@ def test_site(tmp_path):
         assert not ELSEWHERE.findall(text), name
     assert 'url=README.html"' in texts["index.html"]
     assert "biweight" in texts["searchindex.js"]
+    # Formulas are typeset, and code can be copied, without another host.
+    assert len(re.findall(r'<math [^>]*display="block"', texts["docs/math.html"])) >= 6
+    assert "<mfrac>" in texts["docs/math.html"]
+    assert "$$" not in texts["docs/math.html"]
+    if find_spec("sphinx_copybutton"):
+        assert "copybutton.js" in texts["docs/math.html"]
+    else:
+        print("sphinx-copybutton is not installed: the site is built without its buttons")
 
     # The side bar leads to every page.
     listed = set(re.findall(r'class="reference internal" href="([^"#]+)"', texts["README.html"]))

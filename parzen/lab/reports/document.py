@@ -35,8 +35,9 @@ def _results_section(groups: Sequence[Group]) -> Section:
     reach = max((abs(e.mean) + (e.half() if e.freedom else 0) for e in differences if e), default=0)
     at = headers.index(DIFFERENCE)
     shown: list[list[str | Cell]] = []
-    for row, difference in zip(rows[without:] + rows[:without], differences, strict=True):
-        picture = page.whisker(difference, reach) if reach else ""
+    counts = [*(len(one.runs) for one in groups), *[0] * without]
+    for row, difference, seeds in zip(rows[without:] + rows[:without], differences, counts, strict=True):
+        picture = page.whisker(difference, reach, seeds == 2) if reach else ""
         shown.append([*row[:at], Cell(row[at], picture), *row[at + 1 :]])
     return Section("results", "Results", page.table(headers, shown, "Results"))
 

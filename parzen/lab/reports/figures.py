@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
-from matplotlib.colors import PowerNorm
+from matplotlib.colors import ListedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import EngFormatter
@@ -40,6 +42,8 @@ UNFINISHED = (4, 2)
 # Grey, also on a dark page: 0, which no colour of the map is.
 MAP = colormaps["viridis"].with_extremes(bad="#88888838")
 FORMATS = ("png", "svg")
+# What marks an interval from two seeds alone.
+TWO = "†"
 
 
 def file_format(name: str) -> str:
@@ -64,20 +68,34 @@ Panel = Callable[[Axes], AxesImage | None]
 
 
 def draw(panels: Sequence[Panel], size: tuple[float, float], form: str, columns: int = 1) -> bytes:
-    """``panels`` in rows of at most ``columns``, each of ``size`` inches, as PNG or SVG bytes."""
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
+    """``panels`` in rows of at most ``columns``, each of ``size`` inches, as PNG or SVG bytes.
+
+    Maps of one part have rows of their own.
+    """
+    columns = min(columns, max(Counter(map(_part, panels)).values()))
+    places: list[Panel | None] = []
+    for _, together in itertools.groupby(panels, _part):
+        places += together
+        places += [None] * (-len(places) % columns)
+    rows = len(places) // columns
     with rc_context({**STYLE, "text.parse_math": False}), warnings.catch_warnings():
         # A box stands for a letter that the font lacks.
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
         axes: Any = figure.subplots(rows, columns, squeeze=False)
-        images = [panel(at) for panel, at in zip(panels, axes.flat, strict=False)]
-        if images[-1] is not None:
-            figure.colorbar(images[-1], ax=axes, shrink=0.9 / rows, anchor=(0, 1)).outline.set_visible(False)
-        for at in axes.flat[len(panels) :]:
-            at.set_axis_off()
+        image = None
+        for panel, at in zip(places, axes.flat, strict=True):
+            if panel is None:
+                at.set_axis_off()
+            else:
+                image = panel(at)
+        if image is not None:
+            figure.colorbar(image, ax=axes, shrink=0.9 / rows, anchor=(0, 1)).outline.set_visible(False)
         return rendered(figure, form)
+
+
+def _part(panel: Panel) -> str:
+    return panel.part if isinstance(panel, Map) else ""
 
 
 # ---- charts and maps -----------------------------------------------------------------------------
@@ -93,6 +111,7 @@ class Series:
         half: half of the interval at each point; empty: there is none.
         style: which colour, and beyond ``COLORS`` which dashes; one name has one style in all charts.
         finished: else its line is broken.
+        two: whether its intervals come from two seeds alone: they are marked.
     """
 
     name: str
@@ -101,11 +120,12 @@ class Series:
     half: tuple[float, ...] = ()
     style: int = 0
     finished: bool = True
+    two: bool = False
 
     @property
     def label(self) -> str:
-        """Its name, and whether it is unfinished."""
-        return self.name if self.finished else f"{self.name} (unfinished)"
+        """Its name, whether it is unfinished, and the mark of two seeds."""
+        return self.name + TWO * self.two + " (unfinished)" * (not self.finished)
 
     @property
     def color(self) -> int:
@@ -153,7 +173,8 @@ class Chart:
             color = COLORS[one.color]
             axes.plot(one.x, one.y, ls=style, marker=marker, ms=3, lw=1.4, color=color, label=one.label)
             if one.half:
-                axes.fill_between(one.x, *self.band(one), color=color, alpha=0.2, linewidth=0)
+                edge: Any = {"linewidth": 0.6, "linestyle": ":"} if one.two else {"linewidth": 0}
+                axes.fill_between(one.x, *self.band(one), color=color, alpha=0.2, **edge)
         if self.shaded:
             axes.axvspan(*self.shaded, color="#888888", alpha=0.15, linewidth=0)
         if self.ticks:
@@ -183,7 +204,8 @@ class Map:
         rows, columns: what its lines are called.
         top: the value of the last colour.
         written: whether cells show their values (at most 16 a row fit); else 0, which is no small number,
-            has no colour.
+            is grey.
+        hidden: True where nothing could be, which is left blank; None: nowhere.
     """
 
     title: str
@@ -195,6 +217,14 @@ class Map:
     columns: tuple[str, ...]
     top: float
     written: bool
+    hidden: np.ndarray | None = None
+
+    @property
+    def zeros(self) -> np.ndarray:
+        """Where a value could be and is exactly 0."""
+        return (self.values == 0) & ~(
+            np.zeros_like(self.values, bool) if self.hidden is None else self.hidden
+        )
 
     def color(self, value: float) -> tuple[float, float, float]:
         """Red, green and blue, each in [0, 1]."""
@@ -207,6 +237,9 @@ class Map:
         norm = PowerNorm(0.5, 0, self.top)
         aspect: Any = "auto" if self.written else "equal"
         image = axes.imshow(shown, norm=norm, cmap=MAP, aspect=aspect, interpolation="nearest")
+        if self.hidden is not None:
+            blank: Any = np.ma.masked_where(~self.hidden, np.ones(self.values.shape))
+            axes.imshow(blank, cmap=ListedColormap(["white"]), aspect=aspect, interpolation="nearest")
         for row, column in np.ndindex(self.values.shape) if self.written and len(self.columns) <= 16 else ():
             value = self.values[row, column]
             ink = on(self.color(value))

@@ -124,7 +124,7 @@ def _class(name: str) -> str:
 
 
 def _is_number(text: str) -> bool:
-    return bool(re.fullmatch(r"[+−]?[\d,.]+%?( ± [\d,.]+%?)?", text)) or text in ("", NONE, "unfinished")
+    return bool(re.fullmatch(r"[+−]?[\d,.]+%?( ± [\d,.]+%?)?†?", text)) or text in ("", NONE, "unfinished")
 
 
 def pairs(entries: Mapping[str, str]) -> str:
@@ -144,8 +144,11 @@ def folded(title: str, html: str, kind: str, opened: bool = False) -> str:
     return f'<details class="{kind}"{state}><summary>{escape(title)}</summary>\n{html}</details>\n'
 
 
-def whisker(number: Estimate | None, reach: float) -> str:
-    """A small picture of a number and its interval around 0; ``reach`` is the end of the scale."""
+def whisker(number: Estimate | None, reach: float, two: bool = False) -> str:
+    """A small picture of a number and its interval around 0; ``reach`` is the end of the scale.
+
+    An interval from ``two`` seeds alone is drawn broken.
+    """
 
     def place(x: float) -> str:
         return f"{60 + 55 * max(-1.0, min(1.0, x / reach)):.1f}"
@@ -153,7 +156,8 @@ def whisker(number: Estimate | None, reach: float) -> str:
     drawn = '<path class="zero" d="M60 1V15"/>'
     if number and number.freedom:
         half = number.half()
-        drawn += f'<path class="bar" d="M{place(number.mean - half)} 8H{place(number.mean + half)}"/>'
+        start, end = place(number.mean - half), place(number.mean + half)
+        drawn += f'<path class="bar{" two" * two}" d="M{start} 8H{end}"/>'
     if number:
         kind = "point" if number.freedom else "point lone"
         drawn += f'<circle class="{kind}" cx="{place(number.mean)}" cy="8" r="3.5"/>'
@@ -227,7 +231,7 @@ def _chart(chart: Chart) -> str:
         )
         inside += (
             f'<g class="series c{s.color}" data-k="{s.style}">'
-            + (f'<path class="band" d="M{band}"/>' if band else "")
+            + (f'<path class="band{" two" * s.two}" d="M{band}"/>' if band else "")
             + f'<path class="line"{_dashes(s.dashes)} d="M{path(s.x, s.y)}"/>{dots}</g>'
         )
     words = "".join(
@@ -317,7 +321,7 @@ def maps(panels: Sequence[Map], caption: str) -> str:
     first = panels[0]
     steps = ", ".join(_hex(first.color(first.top * (i / 8) ** 2)) for i in range(9))
     marks = "".join(f"<span>{digits(first.top * (i / 4) ** 2)}</span>" for i in range(5))
-    kind = "panels small" if first.written else "panels"
+    kind = "panels row"
     folds = ""
     for part in dict.fromkeys(one.part for one in panels):
         drawn = "".join(map(_map, (one for one in panels if one.part == part)))
@@ -364,6 +368,9 @@ def _matrix(one: Map) -> str:
     height, width = (CELL * n for n in one.values.shape)
     gutter = 8 + 6.2 * max(map(len, (*one.rows, *one.columns)))
     shades: dict[str, str] = {}
+    zero = "".join(
+        f"M{CELL * column} {CELL * row}h{CELL}v{CELL}h-{CELL}z" for row, column in np.argwhere(one.zeros)
+    )
     for row, column in np.argwhere(one.values > 0):
         # 24 shades are as many as can be told apart.
         share = round(24 * math.sqrt(min(1.0, one.values[row, column] / one.top))) / 24
@@ -379,14 +386,15 @@ def _matrix(one: Map) -> str:
         f"{escape(word)}</text>"
         for i, word in enumerate(one.columns)
     )
-    zeros = int((one.values == 0).sum())
+    could = one.values.size - (0 if one.hidden is None else int(one.hidden.sum()))
     said = (
-        f"{one.title}: {one.row_label} over {one.column_label}; {zeros} of {one.values.size} weights are 0."
+        f"{one.title}: {one.row_label} over {one.column_label}; {int(one.zeros.sum())} of {could} weights "
+        "are 0."
     )
     view = f"{-gutter:.0f} -1 {width + gutter + 2:.0f} {height + gutter + 1:.0f}"
     svg = (
         f'<svg viewBox="{view}" class="matrix" role="img" '
-        f'aria-label="{escape(said)}"><rect class="none" width="{width}" height="{height}"/>{paths}{words}'
+        f'aria-label="{escape(said)}"><path class="none" d="{zero}"/>{paths}{words}'
         f'<path class="mark" d="M0 0H{width}V{CELL}H0Z"/></svg>'
     )
     rows = []

@@ -10,7 +10,7 @@ import numpy as np
 
 from parzen.kernels import KERNELS
 from parzen.lab import statistics
-from parzen.lab.reports import page
+from parzen.lab.reports import figures, page
 from parzen.lab.reports.figures import Chart, Map, Series
 from parzen.lab.reports.groups import Group, finite
 
@@ -52,10 +52,14 @@ def _loss_charts(groups: Sequence[Group]) -> list[Chart]:
             x = tuple(places)
             y = tuple(e.mean for e in estimates)
             half = tuple(e.half() for e in estimates) if len(one.runs) > 1 else ()
-            series.append(Series(one.name, x, y, half, style_of(one.name, groups), one.finished))
+            two = len(one.runs) == 2
+            series.append(Series(one.name, x, y, half, style_of(one.name, groups), one.finished, two))
             # The first steps fall so far that nothing else could be seen.
-            tops.append(y[min(len(y) - 1, len(y) // 5)])
-            bottoms.append(min(y))
+            first = min(len(y) - 1, len(y) // 5)
+            tops.append(y[first])
+            # A band is shown to its end.
+            ends = [at - wide for at, wide in zip(y, half, strict=True)][first:] if half else []
+            bottoms.append(min(*y, *ends) if len(y) + len(ends) > 1 else y[0])
         room = 0.06 * (max(tops, default=1) - min(bottoms, default=0)) or 0.1
         limits = min(bottoms, default=0) - room, max(tops, default=1) + room
         label = "validation loss (nats per token)"
@@ -82,7 +86,8 @@ def _length_charts(groups: Sequence[Group]) -> list[Chart]:
             if one.setting == setting and estimates:
                 y = tuple(e.mean for e in estimates.values())
                 half = tuple(e.half() for e in estimates.values()) if len(one.runs) > 1 else ()
-                series.append(Series(one.name, tuple(estimates), y, half, style_of(one.name, groups)))
+                style, two = style_of(one.name, groups), len(one.runs) == 2
+                series.append(Series(one.name, tuple(estimates), y, half, style, two=two))
         task = tasks[setting]
         title = setting if task["name"] in setting else f"{task['name']}, {setting}"
         return Chart(
@@ -126,16 +131,16 @@ def _support_maps(groups: Sequence[Group]) -> list[Map]:
 
 
 def _words(one: Group) -> tuple[list[str], np.ndarray] | None:
-    """The sentence and its weights in the last layer, mean over heads, of the first run that has them."""
+    """The sentence and its weights in each head of the last layer, of the first run that has them."""
     for run in one.runs:
         attention: Any = run.results.get("attention")
         try:
             words = [str(word) for word in attention["words"]]
-            weights: np.ndarray = np.array(attention["layers"][-1], dtype=float).mean(0)
+            weights: np.ndarray = np.array(attention["layers"][-1], dtype=float)
         except (TypeError, ValueError, KeyError, IndexError):
             continue
-        if words and weights.shape == (len(words), len(words)):
-            return words[:MOST_WORDS], weights[:MOST_WORDS, :MOST_WORDS]
+        if words and weights.ndim == 3 and weights.shape[1:] == (len(words), len(words)):
+            return words[:MOST_WORDS], weights[:, :MOST_WORDS, :MOST_WORDS]
     return None
 
 
@@ -146,14 +151,18 @@ def _visible(word: str) -> str:
 
 
 def _attention_maps(groups: Sequence[Group]) -> list[Map]:
-    """Who looks at whom: the mean over heads of the last layer."""
+    """Who looks at whom: each head of the last layer, a part for each group."""
     maps = []
     for one in groups:
         if found := _words(one):
             shown = tuple(map(_visible, found[0]))
-            maps.append(
-                Map(one.name, one.setting, "looking", "looked at", found[1], shown, shown, 1.0, written=False)
-            )
+            # A memory holds what came before; the word itself and those after it are no keys.
+            hidden = ~np.tri(len(shown), k=-1, dtype=bool)
+            axes = ("looking", "looked at")
+            maps += [
+                Map(f"head {i}", f"{one.name}, {one.setting}", *axes, head, shown, shown, 1.0, False, hidden)
+                for i, head in enumerate(found[1], 1)
+            ]
     return maps
 
 
@@ -176,7 +185,7 @@ def plates_of(groups: Sequence[Group]) -> dict[str, Plate]:
             _length_charts(groups),
             (4.6, 3.6),
             "Exact match and token accuracy by source length, the right target being read: the mean over "
-            "seeds and its 95 % interval. Grey: the lengths of training.",
+            "seeds and its 95 % interval († from two seeds). Grey: the lengths of training.",
             page.charts,
         ),
         "loss": Plate(
@@ -185,7 +194,7 @@ def plates_of(groups: Sequence[Group]) -> dict[str, Plate]:
             (4.6, 3.6),
             "Validation loss while training: the mean over seeds. The band is its 95 % interval for "
             "comparing kernels, without what a seed does to all of them (Loftus and Masson); one seed has "
-            "none. The first steps are above the picture.",
+            f"none, and {figures.TWO} marks one from two seeds. The first steps are above the picture.",
             page.charts,
         ),
         "support": Plate(
@@ -198,10 +207,10 @@ def plates_of(groups: Sequence[Group]) -> dict[str, Plate]:
         "attention": Plate(
             "A sentence",
             _attention_maps(groups),
-            (3.6, 3.6),
-            "Weights on one sentence: how much the word of a row looks at that of a column, from 0 (dark) to "
-            "1 (light); the mean over the heads of the last layer. Grey is 0 in every head, to the 4 digits "
-            "kept.",
+            (3.0, 3.0),
+            "Weights on one sentence in every head of the last layer: how much the word of a row looks at "
+            "that of a column, from nearly 0 (dark) to 1 (light). Grey is exactly 0, to the 4 digits kept; "
+            "blank is what cannot be looked at, since it comes later.",
             page.maps,
         ),
     }

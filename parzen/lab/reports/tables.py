@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from parzen.lab import console, statistics
+from parzen.lab.reports.figures import TWO
 from parzen.lab.reports.groups import Group, count_of, finite, kind_of, typed
 from parzen.lab.reports.page import NONE
 from parzen.lab.run.config import about, flat
@@ -56,7 +57,16 @@ def _shown(estimate: statistics.Estimate | None, form: str) -> str:
 
 
 def _baselines(groups: Sequence[Group]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """(name, setting, measures) of what needs no model, as the first run of each setting holds it."""
+    """(name, settings, measures) of what needs no model; what several settings have in common comes once."""
+    merged: dict[str, tuple[str, list[str], Mapping[str, Any]]] = {}
+    for name, setting, measures in _of_settings(groups):
+        merged.setdefault(json.dumps([name, measures]), (name, [], measures))[1].append(setting)
+    for name, settings, measures in merged.values():
+        yield name, "; ".join(settings), measures
+
+
+def _of_settings(groups: Sequence[Group]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """The same for each setting, as its first run holds it."""
     for setting in dict.fromkeys(one.setting for one in groups):
         runs = (run for one in groups if one.setting == setting for run in one.runs)
         found = next((b for run in runs if isinstance(b := run.results.get("baselines"), Mapping)), {})
@@ -95,7 +105,7 @@ def cells(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
                 _shown(against(one, groups), "+.3f"),
                 count_of(one.tokens) if one.finished else "unfinished",
                 f"{sum(speeds) / len(speeds):,.0f}" if speeds else NONE,
-                str(len(one.runs)),
+                str(len(one.runs)) + TWO * (len(one.runs) == 2),
             ]
         )
     return headers, rows
@@ -111,6 +121,10 @@ def notes(groups: Sequence[Group]) -> list[str]:
         said.append(
             "± is half a 95 % Student t interval over seeds. A difference is taken seed by seed, on the same "
             "batches, with the scatter pooled over all kernels of its setting."
+        )
+    if any(len(one.runs) == 2 for one in done):
+        said.append(
+            f"{TWO} two seeds: the interval rests on the least that an interval can, and may be far off."
         )
     if any(len(one.runs) == 1 for one in done):
         said.append("A row of one seed has no interval: small differences from it mean nothing.")
@@ -157,6 +171,7 @@ _LATEX = {c: rf"\{c}" for c in "&%$#_{}"} | {
     "±": r"$\pm$",
     "−": "$-$",
     NONE: "---",
+    TWO: r"\dag{}",
 }
 
 
