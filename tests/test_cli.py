@@ -110,6 +110,38 @@ def test_help_works_for_every_command(capsys):
         assert capsys.readouterr().out.startswith("usage: parzen")
 
 
+def test_the_first_help_is_that_of_the_whole_parser_and_needs_no_torch(monkeypatch):
+    code = (
+        "import sys; sys.argv = ['parzen', {!r}]; from parzen.__main__ import main; assert main() == 0; "
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    said = {}
+    for option in ("--help", "-h", "--version"):
+        command = [sys.executable, "-c", code.format(option)]
+        said[option] = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
+    assert said["--version"] == f"parzen {parzen.__version__}\n"
+    monkeypatch.setenv("COLUMNS", "80")
+    whole = cli.parser().format_help()
+    # Versions of Python break lines in their own ways.
+    assert said["-h"].split() == said["--help"].split() == whole.split(), (
+        "write it again: COLUMNS=80 python -c 'from parzen.cli import parser; "
+        'print(parser().format_help(), end="")\' > parzen/help.txt'
+    )
+
+
+def test_the_package_is_the_same_whoever_imports_torch_first():
+    """And a compiler may be the first to ask for one of its names."""
+    code = (
+        "{}; import parzen, torch; from parzen.nn import KernelAttention; q = torch.randn(1, 2, 5, 8); "
+        "f = torch.compile(lambda q: parzen.attention(q, q, q), fullgraph=True, backend='eager'); "
+        "torch.testing.assert_close(f(q), parzen.attention(q, q, q)); import parzen.attention; "
+        "assert all(getattr(parzen, name) is not None for name in dir(parzen)); "
+        "assert callable(parzen.attention) and callable(parzen.weights)"
+    )
+    for first in ("import torch", "import sys", "import parzen.memory"):
+        subprocess.run([sys.executable, "-c", code.format(first)], check=True)
+
+
 @pytest.mark.parametrize("missing", ["tokenizers", "matplotlib"])
 def test_missing_extras_are_named(monkeypatch, capsys, missing):
     real = builtins.__import__
