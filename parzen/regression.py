@@ -79,20 +79,84 @@ _SHAPES = {
 }
 # Queries at once.
 _BLOCK = 2**16
+# Bytes from which a table in a file is read in blocks again and again, and not held.
+_HELD = 2**28
+# Queries of one such pass over it, and numbers of one block.
+_PASS, _READ = 4096, 2**20
 # Columns of a learned map before it is narrowed.
 _WIDE = 16
 # Of each feature's bandwidth, times its starting value.
 _WIDEST = 1e3
 _WIDEST_LOCAL_LINEAR = 64
+# Squared distance from a neighbourhood, in its variances for each feature, from which its slope counts less.
+_FAR = 9
 # Where a tree of the points finds neighbours sooner than a pass over all of them.
 _TREE_FEATURES, _TREE_POINTS = 8, 2048
+
+
+class _Mapped:
+    """Rows of a table in a file, changed as they are read: what of a tensor (n, d) is needed here."""
+
+    def __init__(self, table: Array, rows: Array, change: Callable[[Array], Tensor]) -> None:
+        self.table, self.rows, self.change = table, rows, change
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.rows), self[:1].shape[1]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.change(self.table[self.rows[index]])
+
+
+def _in_a_file(X: Array) -> bool:
+    """Whether X is a memory-mapped array, or a part of one, too large to hold."""
+    base: Any = X
+    while base is not None and not isinstance(base, np.memmap):
+        base = getattr(base, "base", None)
+    return base is not None and X.nbytes > _HELD
+
+
+def _blocks(X: Array, rows: Array) -> Iterator[tuple[slice, Array]]:
+    """X[rows] in float64, with 0 for −0, block by block."""
+    step = max(1, _READ // X.shape[1])
+    for start in range(0, len(rows), step):
+        some = slice(start, start + step)
+        yield some, X[rows[some]].astype(np.float64) + 0.0
+
+
+def _mixed(x: Array) -> Array:
+    """A number for each row (Steele, Lea, Flood (2014), SplitMix, in each column; the sum wraps)."""
+    bits = x.view(np.uint64) + np.arange(x.shape[1], dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        bits ^= bits >> np.uint64(shift)
+        bits *= np.uint64(factor)
+    mixed: Array = bits.sum(1)
+    return mixed
+
+
+def _distinct(X: Array, rows: Array) -> tuple[Array, Array]:
+    """Of X[rows] the first row of each kind: (points,), and which of these every row is: (rows,)."""
+    code = np.concatenate([_mixed(x) for _, x in _blocks(X, rows)])
+    _, first, which = np.unique(code, return_index=True, return_inverse=True)
+    again = np.flatnonzero(first[which] != np.arange(len(rows)))
+    pairs = zip(_blocks(X, rows[again]), _blocks(X, rows[first[which[again]]]), strict=True)
+    if not all((x == y).all() for (_, x), (_, y) in pairs):
+        # Different rows share a number, which takes intent.
+        _, first, which = np.unique(X[rows] + 0.0, axis=0, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return rows[first[order]], place[which.reshape(-1)]
 
 
 @dataclass(frozen=True)
 class _Points:
     """Distinct training points: what each carries, and which rows it stands for."""
 
-    z: Tensor  # (n, d), centred and in units of the spread
+    z: Any  # (n, d), centred and in units of the spread: a tensor, or read from a file
     weight: Tensor  # (n,): of its rows, added up
     y: Tensor  # (n, outputs): the weighted mean of their targets (less the mean of all, in regression)
     square: Tensor  # (n, outputs): that of the squares of y
@@ -214,7 +278,7 @@ class _KernelEstimator(BaseEstimator):
         if self.metric == "euclidean":
             z = torch.from_numpy((x - self._centre) / self._spread)
             return z if self._map is None else z @ self._map
-        return torch.from_numpy(x / self._spread / np.linalg.norm(x / self._spread, axis=1, keepdims=True))
+        return torch.from_numpy(x / self._spread / np.linalg.norm(x / self._spread, axis=-1, keepdims=True))
 
     def _fit(self, X: Array, y: Array, sample_weight: Any) -> None:
         """Points, bandwidths and residuals for targets y (rows, outputs)."""
@@ -223,23 +287,24 @@ class _KernelEstimator(BaseEstimator):
         fixed = self._fixed_bandwidth(X.shape[1])
         weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         kept = np.flatnonzero(weight)
-        # Adding 0 makes −0 and 0 the same point.
-        distinct, self._point = np.unique(X[kept] + 0.0, axis=0, return_inverse=True)
-        self._point = self._point.reshape(-1)
+        distinct, self._point = _distinct(X, kept)
         self._row, self._share = kept, weight[kept]
-        distinct = distinct.astype(np.float64)
         euclidean = self.metric == "euclidean"
-        self._centre = distinct.mean(0)
-        spread = distinct.std(0) if euclidean else np.full(X.shape[1], np.abs(distinct).max())
+        self._centre = sum(x.sum(0) for _, x in _blocks(X, distinct)) / len(distinct)
+        largest = np.max([np.abs(x).max(0) for _, x in _blocks(X, distinct)], 0)
+        if euclidean:
+            squares = sum(((x - self._centre) ** 2).sum(0) for _, x in _blocks(X, distinct))
+            spread = np.sqrt(squares / len(distinct))
+        else:
+            spread = np.full(X.shape[1], largest.max())
         # Of a constant column rounding leaves about an ulp.
-        tiny = 8 * np.finfo(np.float64).eps * np.abs(distinct).max(0, initial=0)
+        tiny = 8 * np.finfo(np.float64).eps * largest
         self._spread = np.where(spread > tiny, spread, 1.0)
         self._varying = spread > tiny
 
         def added(values: Array) -> Array:
-            out = np.zeros((len(distinct), values.shape[1]))
-            np.add.at(out, self._point, values * self._share[:, None])
-            return out
+            sums = [np.bincount(self._point, x * self._share, len(distinct)) for x in values.T]
+            return np.stack(sums, 1)
 
         total = added(np.ones((len(kept), 1)))
         # Of probabilities nothing is subtracted, so that 0 stays 0.
@@ -248,7 +313,16 @@ class _KernelEstimator(BaseEstimator):
         )
         centred = y[kept] - self._mean
         columns = (total[:, 0], added(centred) / total, added(centred**2) / total)
-        self._points = _Points(self._standardised(distinct), *map(torch.from_numpy, columns))
+        if not _in_a_file(X):
+            z: Any = self._standardised(X[distinct])
+        elif self._kernel.compact:
+            z = _Mapped(X, distinct, self._standardised)
+        else:
+            raise ValueError(
+                f"kernel {self._kernel} gives every row weight, too many of {X.nbytes >> 20} MB in a file: "
+                "choose a compact kernel, or load it with numpy.array"
+            )
+        self._points = _Points(z, *map(torch.from_numpy, columns))
         random = check_random_state(self.random_state)
         unit = self._spread if euclidean else np.ones(1)
         if fixed is None:
@@ -297,7 +371,9 @@ class _KernelEstimator(BaseEstimator):
         if self.features != "scale":
             rank = min(varying, 4 if self.features == "learn" else int(self.features))
             chosen = self._learn(h, rank, points.part(order))
-            self._map, self._points = chosen, replace(points, z=points.z @ chosen)
+            self._map = chosen
+            if not isinstance(points.z, _Mapped):
+                self._points = replace(points, z=points.z @ chosen)
             varying, h = rank, np.ones(rank)
         return h * np.exp(-0.5 * law(kernel, varying) * math.log(n / m))
 
@@ -382,12 +458,17 @@ class _KernelEstimator(BaseEstimator):
         z = self._points.z
         n, d = z.shape
         few = self.metric == "euclidean" and d <= _TREE_FEATURES and n >= _TREE_POINTS
-        if not (few and self._kernel.compact):
+        if not (few and self._kernel.compact) or isinstance(z, _Mapped):
             return
         q, k = self._sides(z[:: math.ceil(n * n / _SCORES)], self._points, h)
         support = (weights(q @ k.T, self._kernel) > 0).sum(1).double().mean()
         if support < n / 16:
             self._tree, self._count = KDTree((z / h).numpy()), math.ceil(1.25 * float(support)) + 8
+
+    @property
+    def _sparse(self) -> bool:
+        """Whether neighbourhoods come as the few points that have weight."""
+        return self._tree is not None or isinstance(self._points.z, _Mapped)
 
     def _leave_out(self, rows: Array) -> Tensor:
         """What the points ``rows`` would get without themselves: (rows, outputs)."""
@@ -395,7 +476,7 @@ class _KernelEstimator(BaseEstimator):
         some = torch.from_numpy(rows)
         if n == 1:
             return torch.full_like(points.y[some], torch.nan)
-        if self._tree is not None:
+        if self._sparse:
             return self._means(points.z[some], points, self._scaled, without=rows)[0]
         found = torch.empty_like(points.y[some])
         # A byte for each pair.
@@ -417,7 +498,7 @@ class _KernelEstimator(BaseEstimator):
         self._left_out = found.numpy() + self._mean
         # What each point weighs in its own fit, and how many have weight there.
         own, support = 0.0, 0
-        if self._tree is None:
+        if not self._sparse:
             rows = rows[:: math.ceil(len(rows) * n / (4 * _SCORES))]
         for some, index, w in self._neighbourhoods(points.z[torch.from_numpy(rows)], self._kernel):
             own += float(w[index == torch.from_numpy(rows[some])[:, None]].sum())
@@ -463,13 +544,16 @@ class _KernelEstimator(BaseEstimator):
     ) -> Iterator[tuple[Array, Tensor, Tensor]]:
         """Which points have weight around each of z, block by block: queries, points (·, m), weights (·, m).
 
-        ``without`` names a point for each query that is left out (where there is a tree), ``width`` says how
-        many numbers will be gathered for each point.
+        ``without`` names a point for each query that is left out (where ``_sparse``), ``width`` says how many
+        numbers will be gathered for each point.
 
         Weight falls with distance, and the threshold on some of the points is never above that on all: where
         the last of the nearest has no weight, no other point has.
         """
         n, h = len(self._points.z), self._scaled
+        if isinstance(self._points.z, _Mapped):
+            yield from self._read(z, kernel, without, width)
+            return
         if self._tree is None:
             every = torch.arange(n)
             step = max(1, _SCORES // n)
@@ -496,13 +580,45 @@ class _KernelEstimator(BaseEstimator):
                     yield some[whole.numpy()], index[whole], w[whole]
             left, count = np.concatenate(more), 2 * count
 
+    def _read(
+        self, z: Tensor, kernel: Kernel, without: Array | None, width: int
+    ) -> Iterator[tuple[Array, Tensor, Tensor]]:
+        """``_neighbourhoods`` by passes over a file: who has no weight among some has none among all."""
+        n, d = self._points.z.shape
+        scale = self._scale(self._scaled)
+        waiting = [np.arange(i, min(i + _PASS, len(z))) for i in range(0, len(z), _PASS)]
+        while waiting:
+            some = waiting.pop()
+            s, index = z.new_empty(len(some), 0), torch.empty(len(some), 0, dtype=torch.int64)
+            step = max(1, min(_READ // d, _READ // len(some)))
+            for start in range(0, n, step):
+                q, k = self._sides(z[some], self._points.part(slice(start, start + step)), self._scaled)
+                here = torch.arange(start, start + len(k)).expand(len(q), -1)
+                s, index = torch.cat([s, q @ k.T], 1), torch.cat([index, here], 1)
+                if without is not None:
+                    s[index == torch.from_numpy(without[some])[:, None]] = -torch.inf
+                w = weights(s, kernel, scale=scale)
+                place = w.topk(max(1, int((w > 0).sum(1).max())), 1).indices.sort(1).values
+                s, index = s.gather(1, place), index.gather(1, place)
+                if index.numel() > _READ and len(some) > 1:
+                    waiting += np.array_split(some, 2)
+                    break
+            else:
+                w, step = weights(s, kernel, scale=scale), max(1, _READ // (s.shape[1] * width))
+                for start in range(0, len(some), step):
+                    part = slice(start, start + step)
+                    yield some[part], index[part], w[part]
+
     def _near(self, z: Tensor, kernel: Kernel, without: Array | None) -> Tensor:
         """As ``_averages``, with coordinates from each query, from the points with weight alone."""
         points = self._points
-        # Of degree 0 nothing is measured from the query.
-        columns = self._columns(points.z, points.weight, points.y, points.square)
-        out = z.new_empty(len(z), columns.shape[1])
-        for some, index, w in self._neighbourhoods(z, kernel, without, columns.shape[1]):
+        d, outputs = z.shape[1], points.y.shape[1]
+        width = 1 + 2 * outputs + self.degree * (d + d * d + d * outputs)
+        out = z.new_empty(len(z), width)
+        if self.degree == 0:
+            # Nothing is measured from the query.
+            columns = self._columns(z, points.weight, points.y, points.square)
+        for some, index, w in self._neighbourhoods(z, kernel, without, width):
             if self.degree == 0:
                 out[some] = embedding_bag(index, columns, per_sample_weights=w, mode="sum")
             else:
@@ -522,7 +638,7 @@ class _KernelEstimator(BaseEstimator):
     ) -> _Fit:
         """Weighted means of the targets around z, of degree 0 or 1."""
         d, outputs = z.shape[1], points.y.shape[1]
-        if points is self._points and allowed is None and self._tree is not None:
+        if points is self._points and allowed is None and self._sparse:
             seen, origin = self._near(z, kernel, without), z
         else:
             seen, origin = self._averages(z, points, h, kernel, allowed), torch.zeros_like(z)
@@ -540,9 +656,15 @@ class _KernelEstimator(BaseEstimator):
             trace = spread.diagonal(dim1=1, dim2=2).clamp_min(0).mean(-1)
             size = outer.reshape(-1, d, d).diagonal(dim1=1, dim2=2).mean(-1)
             ridge = 1e-9 * trace + 1e-13 * size + 1e-300
-            slope = torch.linalg.solve(spread + ridge[:, None, None] * torch.eye(d, dtype=z.dtype), slope_of)
+            ahead = (z - origin - centre)[:, :, None]
+            solved = torch.linalg.solve(
+                spread + ridge[:, None, None] * torch.eye(d, dtype=z.dtype), torch.cat([slope_of, ahead], 2)
+            )
+            slope, far = solved[:, :, :outputs], (ahead * solved[:, :, outputs:]).sum((1, 2)) / d
             variance = variance - (slope * (spread @ slope)).sum(1)
-            mean = mean + ((z - origin - centre)[:, None] @ slope)[:, 0]
+            # A line through points close together says nothing far from them.
+            trust = _FAR / far.clamp_min(_FAR)
+            mean = mean + trust[:, None] * (ahead * slope).sum(1)
         return _Fit(mean, variance.clamp_min(0), empty)
 
     def _means(
@@ -599,12 +721,14 @@ class _KernelEstimator(BaseEstimator):
         The file appears whole or not at all. Of ``random_state`` only a number is kept.
 
         Raises:
-            ValueError: there is nothing to save yet.
+            ValueError: there is nothing to save yet, or the table lies in a file that is too large to hold.
             TypeError: labels that JSON cannot hold.
             OSError: the file cannot be written.
             ImportError: ``safetensors`` is not installed.
         """
         check_is_fitted(self)
+        if isinstance(self._points.z, _Mapped):
+            raise ValueError("a model of a table in a file is not saved: keep the file, and fit again")
         options = self.get_params() | {"kernel": str(self._kernel)}
         if not isinstance(self.random_state, Integral):
             options["random_state"] = None
@@ -705,7 +829,8 @@ class KernelRegressor(RegressorMixin, _KernelEstimator):
         bandwidth: "cv" finds one for each feature by leave-one-out, on at most 4,096 points, carried to more
             by ``law``; or a number > 0, or one for each feature, in the units of that feature (with
             metric="cosine" one number). Under unit mass it sets the scale: neighbourhoods find their radius.
-        degree: 0, the local mean (Nadaraya–Watson), or 1, local linear.
+        degree: 0, the local mean (Nadaraya–Watson), or 1, local linear; where a query is more than 3 spreads
+            of its neighbourhood away from it (for each feature), the slope counts less.
         metric: "euclidean", or "cosine": s_j = cos(x, x_j)/h².
         features: "scale", a bandwidth for each; "learn", as many as 4 learned combinations of them, or their
             number: distances are those of (x − x_j)·``map_``. Linear maps fit a few rows too well: compare.
@@ -742,7 +867,8 @@ class KernelRegressor(RegressorMixin, _KernelEstimator):
         """Keep the points and find the bandwidths.
 
         Args:
-            X: (rows, features), finite.
+            X: (rows, features), finite; a memory-mapped float32 or float64 array of 256 MB or more is read in
+                blocks (compact kernels only).
             y: (rows,) or (rows, outputs), finite.
             sample_weight: (rows,) ≥ 0: how many rows each stands for.
         """

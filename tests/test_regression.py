@@ -1,6 +1,8 @@
 """Kernel regression: against sums written out in numpy, statsmodels, and scikit-learn's own suite."""
 
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
@@ -13,6 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
 import parzen
+from parzen import regression
 from parzen.regression import KernelClassifier, KernelRegressor, law
 
 KERNELS = [
@@ -174,6 +177,96 @@ def test_queries_may_lie_in_a_file(tmp_path):
     np.testing.assert_array_equal(model.predict(file)[-5:], model.predict(np.array(file[-5:])))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kernel": "biweight"},
+        {"kernel": "epanechnikov", "degree": 1, "bandwidth": 3.0},
+        {"kernel": "relumax", "metric": "cosine"},
+        {"kernel": "normrelu", "bandwidth": 0.2},
+        {"kernel": "normrelu", "bandwidth": 0.2, "outside": "nan"},
+        {"kernel": "knn_uniform?k=5", "bandwidth": 1.0},
+        {"kernel": "triweight", "features": 1},
+        {"kernel": "biweight", "refine": True},
+    ],
+    ids=lambda options: ",".join(str(value) for value in options.values()),
+)
+def test_a_table_may_lie_in_a_file(options, tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(900, 3)).astype(np.float32)
+    X[700:] = X[:200]
+    y = np.stack([np.sin(X[:, 0]), X[:, 1]], 1) + 0.1 * rng.normal(size=(900, 2))
+    weight = rng.integers(0, 3, 900)
+    queries = rng.normal(size=(50, 3))
+    file = np.memmap(tmp_path / "table", np.float32, "w+", shape=X.shape)
+    file[:] = X
+    monkeypatch.setattr(regression, "_TUNED", 300)
+    held = KernelRegressor(random_state=0, **options).fit(X, y, weight)
+    for name, number in (("_HELD", 0), ("_READ", 500), ("_PASS", 30)):
+        monkeypatch.setattr(regression, name, number)
+    read = KernelRegressor(random_state=0, **options).fit(file, y, weight)
+    assert isinstance(read._points.z, regression._Mapped)
+    assert read.loo_score_ == pytest.approx(held.loo_score_, abs=1e-12)
+    assert read.n_support_ == held.n_support_
+    assert read.effective_df_ == pytest.approx(held.effective_df_)
+    np.testing.assert_allclose(read.bandwidth_, held.bandwidth_)
+    np.testing.assert_allclose(read.predict(queries), held.predict(queries), rtol=0, atol=1e-11)
+    found, wanted = read.neighbours(queries), held.neighbours(queries)
+    np.testing.assert_allclose(found.toarray(), wanted.toarray(), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="keep the file"):
+        read.save(tmp_path / "model")
+
+
+def test_a_table_in_a_file_needs_a_compact_kernel(tmp_path, monkeypatch):
+    monkeypatch.setattr(regression, "_HELD", 0)
+    file = np.memmap(tmp_path / "table", np.float64, "w+", shape=(20, 2))
+    with pytest.raises(ValueError, match="gaussian gives every row weight"):
+        KernelRegressor("gaussian").fit(file, np.zeros(20))
+
+
+def test_distinct_rows_are_found_whatever_their_code(monkeypatch):
+    X = np.array([[0.0, 1], [-0.0, 1], [2, 3], [1, 0], [2, 3], [3, 2], [0, 1]])
+    kept = np.array([1, 2, 3, 4, 5, 6])
+    monkeypatch.setattr(regression, "_READ", 4)
+    first, which = regression._distinct(X, kept)
+    assert first.tolist() == [1, 2, 3, 5]
+    assert which.tolist() == [0, 1, 2, 1, 3, 0]
+    # All rows share a code.
+    monkeypatch.setattr(regression, "_mixed", lambda x: np.zeros(len(x), np.uint64))
+    assert [x.tolist() for x in regression._distinct(X, kept)] == [first.tolist(), which.tolist()]
+
+
+_LARGER = """
+import resource, sys
+import numpy as np, torch
+from parzen.regression import KernelRegressor
+
+table = np.memmap(sys.argv[1], np.float32, "r", shape=(1 << 21, 500))
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+try:
+    np.array(table)
+except MemoryError:
+    pass
+else:
+    raise SystemExit("the limit does nothing")
+y = np.array(table[:, 0], dtype=np.float64)
+model = KernelRegressor(bandwidth=3.0, random_state=0).fit(table, y)
+# A query next to a point gets that point's target, as all others are far.
+found = model.predict(table[::9973] + np.float32(1e-4))
+assert np.abs(found - y[::9973]).max() < 0.1, np.abs(found - y[::9973]).max()
+"""
+
+
+@pytest.mark.slow
+def test_a_table_larger_than_memory(tmp_path):
+    rng = np.random.default_rng(0)
+    with (tmp_path / "table").open("wb") as file:
+        for _ in range(1 << 7):
+            file.write(rng.normal(size=(1 << 14, 500)).astype(np.float32).tobytes())
+    subprocess.run([sys.executable, "-c", _LARGER, str(tmp_path / "table")], check=True, timeout=1800)
+    (tmp_path / "table").unlink()
+
+
 @pytest.mark.parametrize("kernel", ["gaussian", "biweight", "normrelu", "relumax"])
 def test_local_linear_is_weighted_least_squares(kernel):
     X, y = table(200, 2)
@@ -186,6 +279,15 @@ def test_local_linear_is_weighted_least_squares(kernel):
         assert model.predict(q[None])[0] == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
+def test_two_points_close_together_say_nothing_far_away():
+    X = np.concatenate([np.linspace(0, 1, 50), [5.0, 5.001]])[:, None]
+    y = np.append(X[:50, 0], [5.0, 5.2])
+    model = KernelRegressor("epanechnikov", bandwidth=0.3, degree=1).fit(X, y)
+    # The line through the two alone has slope 200.
+    (found,) = model.predict([[5.5]])
+    assert abs(found - 5.1) < 0.2
+
+
 def test_a_line_is_fitted_exactly():
     X, _ = table(100, 2)
     y = 3 + X @ [2.0, -1.0]
@@ -196,7 +298,7 @@ def test_a_line_is_fitted_exactly():
 
 @pytest.mark.filterwarnings("ignore")  # statsmodels' own
 @pytest.mark.parametrize(("degree", "kind"), [(0, "lc"), (1, "ll")])
-def test_statsmodels_agrees(degree, kind):
+def test_statsmodels_agrees(degree, kind, monkeypatch):
     from statsmodels.nonparametric.kernel_regression import KernelReg
 
     X, y = table(150, 2)
@@ -205,6 +307,9 @@ def test_statsmodels_agrees(degree, kind):
     Q = np.random.default_rng(2).normal(size=(30, 2))
     ours = KernelRegressor("gaussian", bandwidth=bw, degree=degree).fit(X, y)
     np.testing.assert_allclose(ours.predict(Q), theirs.fit(Q)[0], rtol=1e-6, atol=1e-6)
+    # Theirs trusts lines far from all points.
+    monkeypatch.setattr(regression, "_FAR", 1e12)
+    ours.fit(X, y)
     left_out = np.asarray(theirs.cv_loo(np.array(bw), theirs.est[kind])).item()
     assert np.mean(ours._residual**2) == pytest.approx(left_out, rel=1e-6)
 
