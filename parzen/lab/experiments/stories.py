@@ -61,7 +61,7 @@ from parzen.models.backbone import Backbone
 from parzen.models.mosaic import MosaicConfig
 from parzen.models.sequence import MIXERS, SequenceConfig
 
-# Execution many validation windows show what the kernel does, and how many words the attention map has.
+# How many validation windows show what the kernel does, and how many words the attention map has.
 USE_WINDOWS, MAP_TOKENS = 32, 24
 FEWEST = 257
 

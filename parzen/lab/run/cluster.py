@@ -21,7 +21,7 @@ from parzen.lab.errors import UserError
 from parzen.lab.run.folder import Run
 from parzen.lab.run.sweep import Execution, Reopen, RunSet, attempt
 
-# Execution often the death of workers or nodes starts one run again.
+# How often the death of workers or nodes starts one run again.
 RETRIES = 20
 
 

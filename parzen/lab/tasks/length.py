@@ -89,7 +89,7 @@ class LengthConfig:
         return self.row(self.longest)
 
     def tests(self, length: int) -> int:
-        """Execution many samples a test at this length has."""
+        """How many samples a test at this length has."""
         times = length / self.longest
         return -(-self.test // (1 if times <= 8 else 10 if times <= 64 else 100))
 
@@ -129,7 +129,7 @@ class Lengths:
 
 @torch.no_grad()
 def score(model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-    """Execution a model that gives logits (B, T, V) does, with the right target before it.
+    """How a model that gives logits (B, T, V) does, with the right target before it.
 
     Returns:
         ``loss``, nats per label; ``exact_match``, the share of samples that are right to the end;

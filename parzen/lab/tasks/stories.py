@@ -115,7 +115,7 @@ class Stories:
 
     @property
     def vocab(self) -> int:
-        """Execution many different tokens there are."""
+        """How many different tokens there are."""
         return self.tokenizer.get_vocab_size()
 
     def batches(self, batch: int, context: int, seed: int) -> Batches:
