@@ -554,7 +554,7 @@ def build(config: type, classes: list[type]) -> tuple[Any, Any, Any, Any]:
             for call in inputs(model):
                 try:
                     return model, made, call, run(model, call)
-                # Likewise for inputs.
+                # Likewise for its inputs: the table names what none of them suited.
                 except Exception as error:
                     why = why if "/" in why else f"{cls.__name__}/{line(error)}"
                     trace(cls, error, list(call))

@@ -21,12 +21,8 @@ NAMES = [(module, name) for module, names in PUBLIC.items() for name in sorted(n
 @pytest.mark.parametrize(("module", "name"), NAMES, ids=lambda x: x if isinstance(x, str) else "")
 def test_the_example_of_a_public_name_runs(module, name):
     thing = getattr(module, name)
-    (test,) = (
-        t
-        for t in doctest.DocTestFinder(recurse=False).find(
-            thing, name, globs={"parzen": parzen, "torch": torch}
-        )
-    )
+    names = {"parzen": parzen, "torch": torch}
+    (test,) = doctest.DocTestFinder(recurse=False).find(thing, name, globs=names)
     assert test.examples, f"{name} has no example"
     torch.manual_seed(0)
     said = []

@@ -321,11 +321,10 @@ def maps(panels: Sequence[Map], caption: str) -> str:
     first = panels[0]
     steps = ", ".join(_hex(first.color(first.top * (i / 8) ** 2)) for i in range(9))
     marks = "".join(f"<span>{digits(first.top * (i / 4) ** 2)}</span>" for i in range(5))
-    kind = "panels row"
     folds = ""
     for part in dict.fromkeys(one.part for one in panels):
         drawn = "".join(map(_map, (one for one in panels if one.part == part)))
-        folds += folded(part, f'<div class="{kind}">\n{drawn}</div>\n', "setting", not folds)
+        folds += folded(part, f'<div class="panels row">\n{drawn}</div>\n', "setting", not folds)
     return (
         f'<figure><figcaption>{escape(caption)}</figcaption>\n<div class="scale" aria-hidden="true">'
         f'<div style="background:linear-gradient(90deg,{steps})"></div>{marks}</div>\n{folds}</figure>\n'

@@ -237,7 +237,6 @@ def train(
                     storage.save("best", _weights(model), {"step": done, "metrics": metrics})
             if world > 1:
                 dist.barrier()
-        ending = ending if world > 1 else stop.asked()
         due = ending or done == config.steps or time.monotonic() - last_saved > save_seconds
         if rank == 0 and due:
             state = {"step": done, "best": best, "tokens": seen, "metrics": metrics}
