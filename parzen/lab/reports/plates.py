@@ -59,7 +59,7 @@ def _loss_charts(groups: Sequence[Group]) -> list[Chart]:
             tops.append(y[first])
             # A band is shown to its end.
             ends = [at - wide for at, wide in zip(y, half, strict=True)][first:] if half else []
-            bottoms.append(min(*y, *ends) if len(y) + len(ends) > 1 else y[0])
+            bottoms.append(min([*y, *ends]))
         room = 0.06 * (max(tops, default=1) - min(bottoms, default=0)) or 0.1
         limits = min(bottoms, default=0) - room, max(tops, default=1) + room
         label = "validation loss (nats per token)"
